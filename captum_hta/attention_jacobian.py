@@ -1,0 +1,269 @@
+r"""The previous-layer contribution in closed form.
+
+For one head with pattern :math:`a`, scale :math:`s`, queries, keys and values :math:`q, k, v` and output
+:math:`o_j = \sum_i a_{ji} v_i`, the derivative of a softmax gives
+
+.. math::
+    \frac{\partial o_j}{\partial x_i}
+      = a_{ji} \big[ G_i + s\,(v_i - o_j)(q_j^\top K_i) \big] + [i = j]\; s\, M_j Q_j, \qquad
+    M_j = \sum_m a_{jm} (v_m - o_j)\, k_m^\top ,
+
+where :math:`G_i, K_i, Q_j` are the Jacobians of :math:`v_i, k_i, q_j` with respect to their own token's
+:math:`x`. Its squared Frobenius norm needs them only through products of ``d_head x d_head``:
+
+.. math::
+    i \ne j:\quad r^2 &= a_{ji}^2 \big[ |G_i|^2 + 2s\,(v_i - o_j)^\top G_i K_i^\top q_j
+                         + s^2 |v_i - o_j|^2\; q_j^\top K_i K_i^\top q_j \big] \\
+    i = j:\quad r^2 &= \text{that} + s^2 \operatorname{tr}(M_j Q_j Q_j^\top M_j^\top)
+                         + 2 s\, a_{jj} \big\langle M_j,
+                           (G_j + s (v_j - o_j) q_j^\top K_j) Q_j^\top \big\rangle .
+
+All heads of a layer cost about as much as the layer itself. Masks and additive position biases act
+through :math:`a` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from captum_hta.norms import accumulation_dtype
+from captum_hta.plan import memory_budget
+
+
+@dataclass(frozen=True)
+class TokenNorm:
+    r"""The normalisation before the projections of a pre-LN block, at the recorded point.
+
+    Its Jacobian for one token is :math:`\Gamma\,(P - \hat x \hat x^\top / D) / \sigma` with
+    :math:`P = I - 1 1^\top / D` for LayerNorm and :math:`P = I` for RMSNorm.
+
+    Attributes:
+        normalised: :math:`\hat x`, ``[batch, token, width]``, before weight and bias.
+        inverse: :math:`1 / \sigma`, ``[batch, token]``.
+        weight: :math:`\Gamma`, ``[width]``.
+        centred: Whether the mean is removed (LayerNorm).
+    """
+
+    normalised: Tensor
+    inverse: Tensor
+    weight: Tensor
+    centred: bool
+
+
+@dataclass(frozen=True)
+class AttentionFactors:
+    r"""One layer of scaled dot-product attention at the recorded point.
+
+    Attributes:
+        pattern: ``[batch, head, query, key]``, after the softmax.
+        query, key, value: ``[batch, head, token, d_head]``, as they enter the scores and the output.
+        scale: The factor of the scores, such as ``d_head ** -0.5``.
+        x: The block's input, ``[batch, token, width]``.
+        query_weight, key_weight, value_weight: ``[head, d_head, width]``; grouped heads repeated.
+        norm: The normalisation between ``x`` and the projections; ``None`` in a post-LN block.
+        query_map, key_map: The Jacobians ``[batch or 1, head or 1, token, d_head, d_head]`` of what acts
+            on each token's query and key after the projection, such as a rotary embedding.
+    """
+
+    pattern: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    x: Tensor
+    query_weight: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+    norm: TokenNorm | None = None
+    query_map: Tensor | None = None
+    key_map: Tensor | None = None
+
+    def flops(self) -> float:
+        """Operations of the matrix products of :func:`attention_energies`."""
+        batch, heads, tokens, width = self.query.shape
+        return 2.0 * batch * heads * (tokens**2 * width**2 + tokens * width**3)
+
+
+@dataclass(frozen=True)
+class _Grams:
+    """Products of token-wise Jacobians, ``[batch or 1, head, token or 1, d_head, d_head]`` each."""
+
+    gg: Tensor  # trace only: [batch or 1, head, token or 1]
+    gk: Tensor
+    kk: Tensor
+    gq: Tensor
+    kq: Tensor
+    qq: Tensor
+
+
+def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = False) -> Tensor:
+    """Squared Frobenius norms of the Jacobian blocks of all heads of a layer.
+
+    Args:
+        factors: The layer at the recorded point.
+        multiply_by_inputs: Scale column ``d`` of each block by ``x_i[d]``.
+
+    Returns:
+        ``[batch, head, query, key]`` in at least float32.
+    """
+    dtype = accumulation_dtype(factors.pattern.dtype)
+    out = torch.empty(factors.pattern.shape, dtype=dtype, device=factors.pattern.device)
+    for rows, heads in _parts(factors, multiply_by_inputs):
+        part = _part(factors, rows, heads, dtype)
+        out[rows, heads] = _energies(part, _grams(part, multiply_by_inputs))
+    return out
+
+
+def _parts(factors: AttentionFactors, scaled: bool) -> Iterator[tuple[slice, slice]]:
+    """Parts of the batch and of the heads whose intermediate results fit the memory budget."""
+    batch, heads, tokens, width = factors.query.shape
+    per_head = tokens * (4 * width**2 + 6 * tokens)
+    if factors.norm is not None or factors.key_map is not None or scaled:
+        per_head += 6 * tokens * width**2
+    if scaled:
+        per_head += 6 * tokens * width * factors.x.shape[-1]
+    fit = max(1, int(memory_budget(factors.x.device) // (8 * per_head)))
+    head_step = min(heads, fit)
+    row_step = max(1, fit // heads)
+    for row in range(0, batch, row_step):
+        for head in range(0, heads, head_step):
+            yield slice(row, row + row_step), slice(head, head + head_step)
+
+
+def _part(factors: AttentionFactors, rows: slice, heads: slice, dtype: torch.dtype) -> AttentionFactors:
+    def cut(value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        value = value if len(value) == 1 else value[rows]
+        return (value if value.shape[1] == 1 else value[:, heads]).to(dtype)
+
+    norm = factors.norm
+    if norm is not None:
+        norm = TokenNorm(
+            norm.normalised[rows].to(dtype),
+            norm.inverse[rows].to(dtype),
+            norm.weight.to(dtype),
+            norm.centred,
+        )
+    return AttentionFactors(
+        pattern=factors.pattern[rows, heads].to(dtype),
+        query=factors.query[rows, heads].to(dtype),
+        key=factors.key[rows, heads].to(dtype),
+        value=factors.value[rows, heads].to(dtype),
+        scale=factors.scale,
+        x=factors.x[rows].to(dtype),
+        query_weight=factors.query_weight[heads].to(dtype),
+        key_weight=factors.key_weight[heads].to(dtype),
+        value_weight=factors.value_weight[heads].to(dtype),
+        norm=norm,
+        query_map=cut(factors.query_map),
+        key_map=cut(factors.key_map),
+    )
+
+
+# --- products of token-wise Jacobians --------------------------------------------------------------
+
+
+def _grams(factors: AttentionFactors, multiply_by_inputs: bool) -> _Grams:
+    weights = {"g": factors.value_weight, "k": factors.key_weight, "q": factors.query_weight}
+    if multiply_by_inputs:
+        rows = {name: _scaled_rows(weight, factors) for name, weight in weights.items()}
+        products = {a + b: rows[a] @ rows[b].mT for a, b in ("gg", "gk", "kk", "gq", "kq", "qq")}
+    elif factors.norm is not None:
+        products = _normed_products(weights, factors.norm)
+    else:
+        products = {
+            a + b: (weights[a] @ weights[b].mT)[None, :, None]
+            for a, b in ("gg", "gk", "kk", "gq", "kq", "qq")
+        }
+    trace = products["gg"].diagonal(dim1=-2, dim2=-1).sum(-1)
+    query_map, key_map = factors.query_map, factors.key_map
+    return _Grams(
+        gg=trace,
+        gk=_mapped(None, products["gk"], key_map),
+        kk=_mapped(key_map, products["kk"], key_map),
+        gq=_mapped(None, products["gq"], query_map),
+        kq=_mapped(key_map, products["kq"], query_map),
+        qq=_mapped(query_map, products["qq"], query_map),
+    )
+
+
+def _mapped(left: Tensor | None, product: Tensor, right: Tensor | None) -> Tensor:
+    product = product if left is None else left @ product
+    return product if right is None else product @ right.mT
+
+
+def _normed_products(weights: dict[str, Tensor], norm: TokenNorm) -> dict[str, Tensor]:
+    r"""With :math:`A = W \Gamma` and :math:`\alpha_i = A \hat x_i`, the product of two is
+
+    .. math:: \sigma_i^{-2} \big[ A P A'^\top - (2 / D - |\hat x_i|^2 / D^2)\, \alpha_i \alpha_i'^\top \big] .
+    """
+    width = norm.normalised.shape[-1]
+    scaled = {name: weight * norm.weight for name, weight in weights.items()}
+    centred = scaled
+    if norm.centred:
+        centred = {name: a - a.mean(-1, keepdim=True) for name, a in scaled.items()}
+    along = {name: torch.einsum("hcd,btd->bhtc", a, norm.normalised) for name, a in scaled.items()}
+    factor = 2 / width - norm.normalised.square().sum(-1) / width**2
+    inverse = norm.inverse.square()[:, None, :, None, None]
+
+    def product(a: str, b: str) -> Tensor:
+        fixed = (centred[a] @ centred[b].mT)[None, :, None]
+        outer = along[a][..., :, None] * along[b][..., None, :]
+        return inverse * (fixed - factor[:, None, :, None, None] * outer)
+
+    return {a + b: product(a, b) for a, b in ("gg", "gk", "kk", "gq", "kq", "qq")}
+
+
+def _scaled_rows(weight: Tensor, factors: AttentionFactors) -> Tensor:
+    """The Jacobian of one projection with column ``d`` scaled by ``x[d]``: ``[batch, head, token, d_head,
+    width]``."""
+    norm = factors.norm
+    if norm is None:
+        return weight[None, :, None] * factors.x[:, None, :, None]
+    width = norm.normalised.shape[-1]
+    scaled = weight * norm.weight
+    along = torch.einsum("hcd,btd->bhtc", scaled, norm.normalised)
+    centred = scaled - scaled.mean(-1, keepdim=True) if norm.centred else scaled
+    rows = centred[None, :, None] - along[..., None] * norm.normalised[:, None, :, None] / width
+    return rows * (norm.inverse[..., None] * factors.x)[:, None, :, None]
+
+
+# --- the formula -----------------------------------------------------------------------------------
+
+
+def _energies(factors: AttentionFactors, grams: _Grams) -> Tensor:
+    a, q, k, v, s = factors.pattern, factors.query, factors.key, factors.value, factors.scale
+    o = a @ v
+    distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist").square()
+    pulled = (grams.gk.mT @ v[..., None]).squeeze(-1)  # K_i G_i^T v_i
+    cross = q @ pulled.mT - _forms(o, grams.gk, q)
+    energy = grams.gg[..., None, :] + 2 * s * cross + s**2 * distance * _forms(q, grams.kk, q)
+    energy = energy * a.square()
+    energy.diagonal(dim1=-2, dim2=-1).add_(_own_token(factors, grams, o))
+    return energy.clamp_min_(0)
+
+
+def _own_token(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
+    """What the query of a token adds to the energy of its own input: ``[batch, head, token]``."""
+    a, q, k, v, s = factors.pattern, factors.query, factors.key, factors.value, factors.scale
+    outer = (v[..., :, None] * k[..., None, :]).flatten(-2)
+    moment = (a @ outer).unflatten(-1, (v.shape[-1], -1)) - o[..., :, None] * (a @ k)[..., None, :]
+    own = a.diagonal(dim1=-2, dim2=-1)
+    by_query = ((moment @ grams.qq) * moment).sum((-2, -1))
+    by_value = (moment * grams.gq).sum((-2, -1))
+    turned = (grams.kq.mT @ q[..., None]).squeeze(-1)  # Q_j K_j^T q_j
+    by_key = ((v - o)[..., None, :] @ moment @ turned[..., None]).flatten(-3)
+    return s**2 * by_query + 2 * s * own * (by_value + s * by_key)
+
+
+def _forms(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
+    """``left_j^T matrix_i right_j``: ``[batch, head, j, i]``, or ``i`` of one for a fixed matrix."""
+    if matrix.shape[2] == 1:
+        return ((left @ matrix.squeeze(2)) * right).sum(-1, keepdim=True)
+    outer = (left[..., :, None] * right[..., None, :]).flatten(-2)
+    return outer @ matrix.flatten(-2).mT

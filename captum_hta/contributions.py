@@ -1,0 +1,353 @@
+"""Contributions of tokens for texts: tokenised, batched by length, padded, and taken apart again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from captum._utils.progress import NullProgress, progress
+from torch import Tensor
+
+from captum_hta.attention_jacobian import attention_energies
+from captum_hta.forward_pass import ForwardPass
+from captum_hta.jacobian import Question, answer
+from captum_hta.model import Attention, Batch, Encoding, Model, Text
+from captum_hta.norms import NORMS, Energy, shares
+from captum_hta.plan import Plan
+from captum_hta.request import check_probes
+
+TARGETS = ("head", "layer")
+BATCH_TOKENS = 1024
+"""Positions of a batch, padding included. More gain nothing: the products are large enough."""
+PADDING_SHARE = 1 / 8
+"""Share of a batch that padding may be."""
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """Contributions of source tokens (keys) to target tokens (queries), for several texts.
+
+    Attributes:
+        values: ``[batch, layer, head, query, key]``, without the head axis for the target ``"layer"``.
+            Rows sum to 1; padding is NaN.
+        standard_error: Of the same shape, or ``None`` where the values are exact.
+        attention: The model's own patterns ``[batch, layer, head, query, key]``; padding is NaN.
+        tokens: For each text the labels of its tokens.
+        layers: The layers of the layer axis.
+        plans: For each batch of texts how its contributions were found.
+    """
+
+    values: Tensor
+    standard_error: Tensor | None
+    attention: Tensor
+    tokens: list[list[str]]
+    layers: list[int]
+    plans: list[Plan] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def example(self, index: int) -> Contributions:
+        """The contributions of one text, without padding."""
+        length = len(self.tokens[index])
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[index][None, ..., :length, :length]
+
+        return Contributions(
+            values=cut(self.values),
+            standard_error=cut(self.standard_error),
+            attention=cut(self.attention),
+            tokens=[self.tokens[index]],
+            layers=self.layers,
+            plans=self.plans,
+        )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """How contributions are to be found."""
+
+    source: str | int
+    target: str
+    layers: list[int]
+    norm: str
+    multiply_by_inputs: bool
+    n_probes: int | None
+    tolerance: float | None
+    seed: int
+    way: str | None
+
+    def entry(self, layer: int) -> int:
+        """The block that the source of a layer's target enters."""
+        if self.source == "input":
+            return 0
+        return layer if self.source == "previous_layer" else int(self.source)
+
+
+def contributions(
+    model: Model,
+    texts: Sequence[Text] | Text,
+    source: str | int = "input",
+    target: str = "head",
+    layers: Sequence[int] | int | None = None,
+    norm: str = "frobenius",
+    multiply_by_inputs: bool = False,
+    n_probes: int | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    show_progress: bool = False,
+    way: str | None = None,
+) -> Contributions:
+    r"""How much of each token is in each head's output, or in each hidden embedding.
+
+    Args:
+        model: An adapter around a model, such as
+            :func:`captum_hta.integrations.transformer_lens.load_model` gives.
+        texts: Texts, or pairs of texts.
+        source: ``"input"``, the embedding that enters the first block (the *input contribution* of
+            Pascual et al. 2021); ``"previous_layer"``, what enters the target's own block (the
+            *previous-layer contribution*); or an int ``k``, what enters block ``k``.
+        target: ``"head"``, the output of each head before the output projection; ``"layer"``, the
+            hidden embedding after the block (Brunner et al. 2020).
+        layers: Layers of the targets, negative ones from the end. Default: ``None``, all, or with an
+            int as source all from that block on.
+        norm: ``"frobenius"``, ``"spectral"`` or ``"sum"``; see
+            :class:`captum_hta.HiddenTokenAttribution`.
+        multiply_by_inputs: Scale column ``d`` of each Jacobian by ``x_i[d]``.
+        n_probes: Estimate from this many random directions of each source token. Default: ``None``,
+            exact. A text's directions depend on its tokens and the seed, not on the other texts.
+        tolerance: Double the probes until the standard error of every contribution is at most this.
+        seed: Seed of the probes.
+        show_progress: Show a progress bar.
+        way: Force one of :data:`captum_hta.plan.WAYS`. Default: ``None``, the cheapest.
+
+    Returns:
+        The contributions, the model's attention and the tokens.
+
+    Raises:
+        ValueError: If there is no text, a text has no token or is longer than the model reads, or an
+            argument is out of its range.
+        TypeError: If a text is neither a string nor a pair of strings.
+
+    Example:
+        >>> from captum_hta.integrations.transformer_lens import load_model
+        >>> model = load_model()  # the real 6-layer BERT of the extra "demo"
+        >>> result = contributions(model, ["The cat sat."], source="previous_layer")
+        >>> result.values.shape
+        torch.Size([1, 6, 12, 6, 6])
+        >>> result.tokens[0]
+        ['[CLS]', 'the', 'cat', 'sat', '.', '[SEP]']
+    """
+    texts = _checked_texts(texts)
+    setting = _Setting(
+        source, target, _layers(model, layers, source), norm, multiply_by_inputs,
+        n_probes, tolerance, seed, way,
+    )  # fmt: skip
+    _check(model, setting)
+    encodings = [_encode(model, text, number) for number, text in enumerate(texts)]
+    collected = _Collected(model, encodings, setting)
+    with progress(desc="Contributions", total=len(texts)) if show_progress else NullProgress() as bar:
+        for rows in batches([len(encoding) for encoding in encodings]):
+            collected.add(rows, model.batch([encodings[row] for row in rows]))
+            bar.update(len(rows))
+    return collected.result()
+
+
+def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Group sequences of like lengths, the shortest first: at most :data:`BATCH_TOKENS` positions, of
+    which at most :data:`PADDING_SHARE` are padding."""
+    rows: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
+        positions = (len(rows) + 1) * lengths[row]
+        real = sum(lengths[r] for r in rows) + lengths[row]
+        if rows and (positions > BATCH_TOKENS or positions - real > PADDING_SHARE * positions):
+            yield rows
+            rows = []
+        rows.append(row)
+    if rows:
+        yield rows
+
+
+class _Collected:
+    """The results of all batches, put in the order and the shape of the texts."""
+
+    def __init__(self, model: Model, encodings: Sequence[Encoding], setting: _Setting) -> None:
+        self.model, self.encodings, self.setting = model, encodings, setting
+        longest = max(map(len, encodings))
+        rows = (len(encodings), len(setting.layers))
+        square = (longest, longest)
+        heads = (model.num_heads,) if setting.target == "head" else ()
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        self.values = torch.full((*rows, *heads, *square), torch.nan, dtype=dtype)
+        self.errors: Tensor | None = None
+        self.attention = torch.full((*rows, model.num_heads, *square), torch.nan, dtype=dtype)
+        self.plans: list[Plan] = []
+
+    def add(self, rows: list[int], batch: Batch) -> None:
+        attention = self.model.attention(batch)
+        estimates, plans = _batch_energies(self.model, batch, attention, self._keys(rows), self.setting)
+        self.plans.extend(plans)
+        for index, (layer, energy) in enumerate(zip(self.setting.layers, estimates, strict=True)):
+            values, errors = shares(_real(energy, batch.mask))
+            if self.setting.target == "layer":
+                values, errors = values.squeeze(1), errors if errors is None else errors.squeeze(1)
+            self._put(self.values, rows, index, values)
+            self._put(self.attention, rows, index, attention[layer].pattern)
+            if errors is not None:
+                if self.errors is None:
+                    self.errors = torch.full_like(self.values, torch.nan)
+                self._put(self.errors, rows, index, errors)
+
+    def _keys(self, rows: list[int]) -> list[tuple[int, ...]]:
+        """A stream of probes for each text, by its tokens: the same alone and among others."""
+        seed = self.setting.seed
+        return [(seed, _fingerprint(self.encodings[row])) for row in rows]
+
+    def _put(self, store: Tensor, rows: list[int], index: int, values: Tensor) -> None:
+        for row, value in zip(rows, values, strict=True):
+            length = len(self.encodings[row])
+            store[row, index, ..., :length, :length] = value[..., :length, :length].to(store)
+
+    def result(self) -> Contributions:
+        return Contributions(
+            values=self.values,
+            standard_error=self.errors,
+            attention=self.attention,
+            tokens=[encoding.tokens for encoding in self.encodings],
+            layers=self.setting.layers,
+            plans=self.plans,
+        )
+
+
+def _fingerprint(encoding: Encoding) -> int:
+    digest = hashlib.blake2b(repr((encoding.ids, encoding.segments)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _real(energy: Energy, mask: Tensor) -> Energy:
+    """Without what padding contributes, so that it enters no sum."""
+    keys = mask[:, None, None, :]
+    variance = None if energy.variance is None else energy.variance.where(keys, 0)
+    return Energy(energy.mean.where(keys, 0), variance)
+
+
+# --- energies of a batch ---------------------------------------------------------------------------
+
+
+def _batch_energies(
+    model: Model, batch: Batch, attention: list[Attention], keys: list[tuple[int, ...]], setting: _Setting
+) -> tuple[list[Energy], list[Plan]]:
+    """For each layer of the setting its energies, and the plans that were followed."""
+    if _has_closed_form(attention, setting):
+        return _closed_form(attention, setting)
+    found: dict[int, Energy] = {}
+    plans = []
+    for entry in sorted({setting.entry(layer) for layer in setting.layers}):
+        layers = [layer for layer in setting.layers if setting.entry(layer) == entry]
+        passage = ForwardPass(
+            model.forward,
+            batch.inputs,
+            batch.extra,
+            [model.target(layer, setting.target) for layer in layers],
+            model.source(entry),
+        )
+        answered = answer(passage, _question(model, keys, setting))
+        found.update(zip(layers, answered.energies, strict=True))
+        plans.append(answered.plan)
+    return [found[layer] for layer in setting.layers], plans
+
+
+def _question(model: Model, keys: list[tuple[int, ...]], setting: _Setting) -> Question:
+    return Question(
+        norm=setting.norm,
+        num_heads=model.num_heads if setting.target == "head" else None,
+        multiply_by_inputs=setting.multiply_by_inputs,
+        n_probes=setting.n_probes,
+        tolerance=setting.tolerance,
+        keys=keys,
+        way=setting.way,
+    )
+
+
+def _has_closed_form(attention: list[Attention], setting: _Setting) -> bool:
+    """Whether the closed form gives what is asked, at least as exactly and for less."""
+    valid = (
+        setting.norm == "frobenius"
+        and setting.target == "head"
+        and all(setting.entry(layer) == layer for layer in setting.layers)
+        and all(attention[layer].factors is not None for layer in setting.layers)
+    )
+    if setting.way == "closed form" and not valid:
+        raise ValueError(
+            "the closed form gives the previous-layer contribution of heads in the Frobenius norm, for "
+            "models whose attention the adapter knows; leave out way to take a general way"
+        )
+    return valid and setting.way in (None, "closed form")
+
+
+def _closed_form(attention: list[Attention], setting: _Setting) -> tuple[list[Energy], list[Plan]]:
+    factors = [attention[layer].factors for layer in setting.layers]
+    with torch.inference_mode():
+        energies = [attention_energies(factor, setting.multiply_by_inputs) for factor in factors]
+    flops = sum(factor.flops() for factor in factors)
+    memory = sum(energy.numel() * energy.element_size() for energy in energies)
+    return [Energy(e) for e in energies], [Plan("closed form", flops, memory, 1, "no tangents")]
+
+
+# --- checks ----------------------------------------------------------------------------------------
+
+
+def _checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
+    if isinstance(texts, str):
+        texts = [texts]
+    texts = list(texts)
+    if not texts:
+        raise ValueError("there is no text: pass a list of strings, or of pairs of strings")
+    for number, text in enumerate(texts):
+        pair = isinstance(text, tuple | list) and len(text) == 2 and all(isinstance(t, str) for t in text)
+        if not isinstance(text, str) and not pair:
+            raise TypeError(f"text {number} must be a string or a pair of strings, got {text!r}")
+    return [text if isinstance(text, str) else tuple(text) for text in texts]
+
+
+def _encode(model: Model, text: Text, number: int) -> Encoding:
+    encoding = model.encode(text)
+    if not len(encoding):
+        raise ValueError(f"text {number} has no token: {text!r}")
+    if model.max_length is not None and len(encoding) > model.max_length:
+        raise ValueError(
+            f"text {number} has {len(encoding)} tokens, but {model.name} reads at most "
+            f"{model.max_length}: shorten it"
+        )
+    return encoding
+
+
+def _layers(model: Model, layers: Sequence[int] | int | None, source: str | int) -> list[int]:
+    first = source if isinstance(source, int) else 0
+    if layers is None:
+        return list(range(max(first, 0), model.num_layers))
+    layers = [layers] if isinstance(layers, int) else list(layers)
+    outside = [layer for layer in layers if not -model.num_layers <= layer < model.num_layers]
+    if outside or not layers:
+        raise ValueError(
+            f"layers names {outside or 'none'}, but {model.name} has layers 0 to {model.num_layers - 1}"
+        )
+    return [layer % model.num_layers for layer in layers]
+
+
+def _check(model: Model, setting: _Setting) -> None:
+    source = setting.source
+    if isinstance(source, str) and source not in ("input", "previous_layer"):
+        raise ValueError(f"source must be 'input', 'previous_layer' or an int, got {source!r}")
+    if not isinstance(source, str) and not (isinstance(source, int) and 0 <= source < model.num_layers):
+        raise ValueError(f"source {source!r} is no block: {model.name} has 0 to {model.num_layers - 1}")
+    if isinstance(source, int) and min(setting.layers) < source:
+        raise ValueError(f"layer {min(setting.layers)} comes before the source, block {source}")
+    if setting.target not in TARGETS:
+        raise ValueError(f"target must be 'head' or 'layer', got {setting.target!r}")
+    if setting.norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {setting.norm!r}")
+    check_probes(setting.n_probes, setting.tolerance, setting.norm)

@@ -1,0 +1,145 @@
+r"""The forward way: tangents of each source token, pushed through the model once.
+
+All ``D`` directions of a source token give the columns of its Jacobian blocks with every target, so one
+sweep over ``tokens * D`` tangents gives every layer, head and query, exactly:
+
+.. math:: r_{ij}^2 = \sum_{d=1}^{D} \Big\| \frac{\partial y_j}{\partial x_i} e_d \Big\|^2 .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from captum_hta.linearization import Linearization
+from captum_hta.norms import Energy, accumulation_dtype, energies, largest_eigenvalue
+from captum_hta.request import Request
+
+
+def forward_energies(
+    derivative: Linearization, sources: Sequence[Tensor], request: Request, chunk: int
+) -> list[list[Energy]]:
+    """Exact energies by all tangents of every source token.
+
+    Args:
+        derivative: Of a forward pass whose sources have the values ``sources``.
+        sources: Each ``[batch, key, width]``.
+        request: The norm, the heads and the queries.
+        chunk: Tangents carried at once.
+
+    Returns:
+        For each source a list with the energies ``[batch, head, query, key]`` of each target.
+    """
+    found = []
+    for variable, x in zip(derivative.sources, sources, strict=True):
+        basis = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[:, None, None]
+        columns = [Columns(request.norm, x.shape[1]) for _ in derivative.targets]
+        sweep(derivative, variable, x, basis, request, chunk, columns)
+        found.append([column.energy() for column in columns])
+    return found
+
+
+class Columns:
+    """Sums, source token by source token, of what tangents add to the energies of one target."""
+
+    def __init__(self, norm: str, tokens: int, squares: bool = False) -> None:
+        self.norm = norm
+        self.sums: list[Tensor | None] = [None] * tokens
+        self.squares: list[Tensor | None] | None = [None] * tokens if squares else None
+        self._gram: dict[int, Tensor] = {}
+
+    def add(self, first: int, tangents: Tensor, last_part: bool) -> None:
+        """Add ``[token, direction, batch, query, head, d_head]`` of source tokens from ``first`` on."""
+        for token, part in enumerate(tangents, first):
+            if self.norm == "spectral":
+                self._add_gram(token, part, last_part)
+                continue
+            energy = energies(part, self.norm).mT
+            self.sums[token] = _plus(self.sums[token], energy.sum(0))
+            if self.squares is not None:
+                self.squares[token] = _plus(self.squares[token], energy.square().sum(0))
+
+    def _add_gram(self, token: int, part: Tensor, last_part: bool) -> None:
+        """The Gram matrix over directions, and its norm as soon as all directions are in."""
+        part = part.to(accumulation_dtype(part.dtype))
+        gram = _plus(self._gram.pop(token, None), torch.einsum("nbqhd,nbqhe->bhqde", part, part))
+        if last_part:
+            self.sums[token] = largest_eigenvalue(gram)
+        else:
+            self._gram[token] = gram
+
+    def energy(self) -> Energy:
+        return Energy(torch.stack(self.sums, dim=-1))
+
+
+def _plus(total: Tensor | None, value: Tensor) -> Tensor:
+    return value if total is None else total.add_(value)
+
+
+def sweep(
+    derivative: Linearization,
+    variable: int,
+    x: Tensor,
+    directions: Tensor,
+    request: Request,
+    chunk: int,
+    columns: Sequence[Columns],
+) -> None:
+    """Push directions of every token of a source and add what they find to ``columns``.
+
+    Args:
+        derivative: The derivative that carries the tangents.
+        variable: The source they enter at.
+        x: Its value ``[batch, key, width]``.
+        directions: ``[direction, batch or 1, key or 1, width]``.
+        request: The heads and the queries.
+        chunk: Tangents carried at once.
+        columns: One for each target of ``derivative``.
+    """
+    index = {target: number for number, target in enumerate(derivative.targets)}
+    for tokens, part in _chunks(x.shape[1], len(directions), chunk):
+        tangents = _tangents(x, directions[part], tokens, request.multiply_by_inputs)
+        last_part = part.stop == len(directions)
+        with torch.no_grad():
+            for target, tangent in _every_target(derivative, variable, tangents):
+                number = index[target]
+                stack = tangent.reshape(len(tokens), -1, *tangent.shape[1:3], tangent[0, 0, 0].numel())
+                columns[number].add(tokens.start, request.select(stack, number), last_part)
+        request.advance(len(tangents))
+
+
+def _every_target(
+    derivative: Linearization, variable: int, tangents: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """The tangents of all targets, zero for those that this source does not reach."""
+    missing = set(derivative.targets)
+    for target, tangent in derivative.push({variable: tangents}):
+        missing.discard(target)
+        yield target, tangent
+    for target in missing:
+        yield target, tangents.new_zeros(len(tangents), *derivative.shape(target))
+
+
+def _chunks(tokens: int, directions: int, chunk: int) -> Iterator[tuple[range, slice]]:
+    """Several whole tokens at a time, or even parts of the directions of one."""
+    if chunk >= directions:
+        step = chunk // directions
+        for first in range(0, tokens, step):
+            yield range(first, min(first + step, tokens)), slice(0, directions)
+        return
+    size = -(-directions // -(-directions // chunk))
+    for token in range(tokens):
+        for start in range(0, directions, size):
+            yield range(token, token + 1), slice(start, min(start + size, directions))
+
+
+def _tangents(x: Tensor, directions: Tensor, tokens: range, multiply_by_inputs: bool) -> Tensor:
+    """``[token * direction, *x.shape]``: each is one direction at its own token and zero elsewhere."""
+    out = x.new_zeros(len(tokens), len(directions), *x.shape)
+    shared = directions.shape[2] == 1
+    for number, token in enumerate(tokens):
+        row = directions[:, :, 0 if shared else token].to(x)
+        out[number, :, :, token] = row * x[:, token] if multiply_by_inputs else row
+    return out.flatten(0, 1)

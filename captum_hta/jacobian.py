@@ -1,0 +1,199 @@
+"""The energies of a forward pass, by the cheapest way that is valid for what is asked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_hta.forward import forward_energies
+from captum_hta.forward_pass import ForwardPass
+from captum_hta.linearization import Linearization, NotLinearizable
+from captum_hta.norms import Energy, joined
+from captum_hta.plan import Plan, Work, plan
+from captum_hta.probes import FIRST_PROBES, probe_energies
+from captum_hta.request import Request, joined_heads, query_positions
+from captum_hta.reverse import reverse_energies
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a user asks of a forward pass.
+
+    Attributes:
+        norm: One of :data:`captum_hta.norms.NORMS`.
+        num_heads: Parts of a target ``[batch, position, width]``; ``None``: one, without a head axis.
+        neuron_selector: Query positions, as :func:`captum_hta.request.query_positions` takes them.
+        multiply_by_inputs: Scale column ``d`` of a block by ``x_i[d]``.
+        n_probes: Probes of each source token, or ``None`` for an exact result.
+        tolerance: Standard error at which to stop adding probes.
+        keys: For each example the integers that name its stream of probes.
+        way: Force a way of :data:`captum_hta.plan.WAYS`.
+        chunk: Force the number of tangents or cotangents carried at once.
+        progress: Called with the number of tangents in all, gives what to call with those done.
+    """
+
+    norm: str = "frobenius"
+    num_heads: int | None = None
+    neuron_selector: Any = None
+    multiply_by_inputs: bool = False
+    n_probes: int | None = None
+    tolerance: float | None = None
+    keys: Sequence[tuple[int, ...]] = ((0,),)
+    way: str | None = None
+    chunk: int | None = None
+    progress: Callable[[int], Callable[[int], object]] | None = None
+
+    @property
+    def estimated(self) -> bool:
+        return self.n_probes is not None or self.tolerance is not None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Energies of every target, ``[batch, head, query, key]`` with the keys of all sources in a row.
+
+    Attributes:
+        energies: One for each target.
+        lengths: Number of source tokens of each source.
+        split: For each target, whether it has a head axis.
+        dtype: That of the sources.
+        plan: The way that was taken.
+    """
+
+    energies: list[Energy]
+    lengths: list[int]
+    split: list[bool]
+    dtype: torch.dtype
+    plan: Plan = field(repr=False)
+
+
+def answer(passage: ForwardPass, question: Question) -> Answer:
+    """The energies that a question asks for.
+
+    Raises:
+        ValueError: If the forward pass does not fit the question; see :class:`ForwardPass`.
+    """
+    try:
+        derivative, sources, targets = passage.linearize()
+    except NotLinearizable as error:
+        return _without_derivative(passage, question, error)
+    request, split = _request(passage, question, targets)
+    work = _work(derivative, sources, targets, request, question)
+    chosen = plan(work, question.way, question.chunk)
+    logger.info("%s", chosen)
+    request = replace(request, advance=_advance(question, work, chosen))
+    if chosen.way == "reverse":
+        del derivative
+        energies = reverse_energies(passage, request, chosen.chunk)
+    elif chosen.way == "forward":
+        energies = forward_energies(derivative, sources, request, chosen.chunk)
+    else:
+        energies = probe_energies(
+            derivative, sources, request, chosen.chunk, question.n_probes, question.tolerance, question.keys
+        )
+    return _answer(energies, sources, split, chosen)
+
+
+def _without_derivative(passage: ForwardPass, question: Question, error: Exception) -> Answer:
+    """The reverse way, the only one where the forward pass cannot be linearised."""
+    if question.estimated or question.way == "forward":
+        raise ValueError(
+            f"the forward way and probes need a forward derivative, but {error}; ask for an exact "
+            "result (n_probes=None, tolerance=None), which the reverse way can give"
+        ) from error
+    logger.warning("taking the reverse way, since the forward way is closed: %s", error)
+    with passage.differentiable() as (sources, targets):
+        request, split = _request(passage, question, targets)
+        work = _work(None, sources, targets, request, question)
+    chosen = plan(work, "reverse", question.chunk)
+    request = replace(request, advance=_advance(question, work, chosen))
+    return _answer(reverse_energies(passage, request, chosen.chunk), sources, split, chosen)
+
+
+def _answer(
+    energies: list[list[Energy]], sources: Sequence[Tensor], split: list[bool], chosen: Plan
+) -> Answer:
+    return Answer(
+        energies=[joined(by_source) for by_source in zip(*energies, strict=True)],
+        lengths=[x.shape[1] for x in sources],
+        split=split,
+        dtype=sources[0].dtype,
+        plan=chosen,
+    )
+
+
+def _request(
+    passage: ForwardPass, question: Question, targets: Sequence[Tensor]
+) -> tuple[Request, list[bool]]:
+    """The question put to these targets, and which of them have a head axis."""
+    lengths = {target.shape[1] for target in targets}
+    if question.neuron_selector is not None and len(lengths) > 1:
+        raise ValueError(
+            f"neuron_selector needs targets of one length, got {sorted(lengths)}: attribute to them "
+            "one at a time"
+        )
+    queries = query_positions(question.neuron_selector, targets[0].shape[1], targets[0].device)
+    heads = [
+        _heads(passage.name(layer), target, question.num_heads)
+        for layer, target in zip(passage.layers, targets, strict=True)
+    ]
+    request = Request(
+        question.norm, [count or 1 for count in heads], queries, question.multiply_by_inputs
+    )
+    return request, [count is not None for count in heads]
+
+
+def _heads(name: str, target: Tensor, num_heads: int | None) -> int | None:
+    """The number of heads of a target, or ``None`` for a target without a head axis."""
+    if target.dim() == 4:
+        if num_heads not in (None, target.shape[2]):
+            raise ValueError(f"{name} has {target.shape[2]} heads, but num_heads is {num_heads}")
+        return target.shape[2]
+    if num_heads is not None and target.shape[2] % num_heads:
+        raise ValueError(
+            f"{name} is {target.shape[2]} wide, which num_heads={num_heads} does not divide: pass the "
+            "model's number of attention heads"
+        )
+    return num_heads
+
+
+def _work(
+    derivative: Linearization | None,
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    request: Request,
+    question: Question,
+) -> Work:
+    widest = max(value.numel() for value in (*sources, *targets))
+    flops = [0.0] * len(targets)
+    if derivative is not None:
+        widest = max(widest, derivative.widest())
+        flops = [float(derivative.flops(variable)) for variable in derivative.targets]
+    queries = targets[0].shape[1] if request.queries is None else len(request.queries)
+    return Work(
+        tokens=sum(x.shape[1] for x in sources),
+        width=max(x.shape[2] for x in sources),
+        queries=queries,
+        heads=max(request.heads),
+        target_widths=[joined_heads(target).shape[2] for target in targets],
+        target_flops=flops,
+        tangent_bytes=widest * sources[0].element_size(),
+        norm=question.norm,
+        n_probes=(question.n_probes or FIRST_PROBES) if question.estimated else None,
+        device=sources[0].device,
+    )
+
+
+def _advance(question: Question, work: Work, chosen: Plan) -> Callable[[int], object]:
+    if question.progress is None:
+        return lambda count: None
+    if chosen.way == "reverse":
+        return question.progress(sum(work.cotangents))
+    return question.progress(work.tokens * (work.n_probes or work.width))

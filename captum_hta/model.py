@@ -1,0 +1,107 @@
+"""The protocol by which the core knows a model; adapters in ``captum_hta.integrations`` fulfil it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from captum_hta.attention_jacobian import AttentionFactors
+
+Text = str | tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One text as the model reads it.
+
+    Attributes:
+        ids: Token ids.
+        segments: For each token the segment it belongs to, 0 or 1 in a pair.
+        tokens: For each token a label.
+    """
+
+    ids: list[int]
+    segments: list[int]
+    tokens: list[str]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts of a batch, padded on the right.
+
+    Attributes:
+        inputs: What ``forward`` is called with: token ids ``[batch, position]``.
+        extra: Further arguments of ``forward``.
+        mask: ``[batch, position]``, true for real tokens.
+    """
+
+    inputs: tuple[Tensor, ...]
+    extra: tuple[Any, ...]
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one layer's attention did in a forward pass.
+
+    Attributes:
+        pattern: ``[batch, head, query, key]``, after the softmax.
+        factors: What the closed form needs, or ``None`` where it does not hold.
+    """
+
+    pattern: Tensor
+    factors: AttentionFactors | None = None
+
+
+class Model(Protocol):
+    """A transformer with its tokenizer.
+
+    Attributes:
+        name: What to call it.
+        num_layers: Number of blocks ``L``.
+        num_heads: Query heads of a block ``H``.
+        d_head: Width of a head's output.
+        d_model: Width of a hidden embedding ``D``.
+        max_length: Most tokens that it reads, or ``None``.
+        device: Where it runs.
+        dtype: Of its weights.
+    """
+
+    name: str
+    num_layers: int
+    num_heads: int
+    d_head: int
+    d_model: int
+    max_length: int | None
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def encode(self, text: Text) -> Encoding:
+        """Read a text, or a pair of them."""
+
+    def batch(self, encodings: Sequence[Encoding]) -> Batch:
+        """Pad encodings to one length, on the model's device."""
+
+    def forward(self, *args: Any) -> Any:
+        """Run the model on ``(*batch.inputs, *batch.extra)``."""
+
+    def source(self, layer: int) -> Module:
+        """The module whose output enters block ``layer``."""
+
+    def target(self, layer: int, kind: str) -> Module:
+        """The module whose output is the ``"head"`` or ``"layer"`` target of block ``layer``."""
+
+    def attention(self, batch: Batch) -> list[Attention]:
+        """What every layer's attention does, from one forward pass."""

@@ -1,0 +1,74 @@
+r"""Norms of Jacobian blocks, and the shares of a row that they make.
+
+An *energy* is a squared norm, :math:`r_{ij}^2` for source token ``i`` and target token ``j``. It adds up
+over the tangents (or cotangents) that span the block, so it is what the ways of :mod:`.jacobian`
+accumulate, in at least float32. Axes are ``[batch, head, query, key]`` throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NORMS = ("frobenius", "spectral", "sum")
+
+
+@dataclass
+class Energy:
+    """Squared norms ``[batch, head, query, key]`` with the variance of their estimate, if they are one."""
+
+    mean: Tensor
+    variance: Tensor | None = None
+
+
+def joined(sources: Iterable[Energy]) -> Energy:
+    """The energies of several sources side by side, along the key axis."""
+    sources = list(sources)
+    mean = torch.cat([energy.mean for energy in sources], dim=-1)
+    if sources[0].variance is None:
+        return Energy(mean)
+    return Energy(mean, torch.cat([energy.variance for energy in sources], dim=-1))
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """At least float32, so that sums of many small squares are not lost in half precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def energies(tangents: Tensor, norm: str) -> Tensor:
+    """What each tangent ``[..., head, d_head]`` adds to the energy: ``[..., head]``."""
+    tangents = tangents.to(accumulation_dtype(tangents.dtype))
+    if norm == "sum":
+        return tangents.sum(-1).square()
+    return tangents.square().sum(-1)
+
+
+def largest_eigenvalue(gram: Tensor) -> Tensor:
+    """The squared spectral norm of a Jacobian from its Gram matrix ``[..., d_head, d_head]``."""
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0)
+
+
+def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:
+    r"""Contributions :math:`c_{ij} = r_{ij} / \sum_k r_{kj}` and their standard errors.
+
+    With :math:`v_k = \operatorname{Var} r_k^2 / (4 r_k^2)` the variance of a norm and :math:`S` the sum
+    of the row, the delta method gives
+
+    .. math:: \operatorname{Var} c_i = \big[(1 - c_i)^2 v_i + c_i^2 \sum_{k \ne i} v_k\big] / S^2 ,
+
+    since the probes of different source tokens are independent. A row that no source reaches (0/0) is
+    zero throughout.
+    """
+    norms = energy.mean.clamp_min(0).sqrt()
+    total = norms.sum(-1, keepdim=True)
+    scale = torch.where(total > 0, total, 1).reciprocal()
+    share = norms * scale
+    if energy.variance is None:
+        return share, None
+    squares = torch.where(energy.mean > 0, energy.mean, 1)
+    variance = torch.where(energy.mean > 0, energy.variance / (4 * squares), 0) * scale.square()
+    others = variance.sum(-1, keepdim=True) - variance
+    return share, ((1 - share).square() * variance + share.square() * others).clamp_min(0).sqrt()

@@ -1,0 +1,164 @@
+"""Which way to an attribution is the cheapest, what it costs, and how much is carried at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+WAYS = ("closed form", "forward", "reverse", "probes")
+REVERSE_OVERHEAD = 1.5
+"""A backward pass through autograd takes about this times as long as the same FLOPs of a sweep."""
+MEMORY_SHARE = 0.25
+"""Share of the free memory that may be used."""
+CPU_MEMORY = 2 << 30
+"""But at most these bytes on a CPU."""
+CACHE = 12 << 20
+"""On a CPU, stacks of tangents of about these bytes run fastest: they stay in the outer caches."""
+LIVE_STACKS = 6
+"""Stacks of the widest tangent that are alive at once, with what an operator makes on its way."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked for, in the numbers that decide its cost.
+
+    Attributes:
+        tokens: Source tokens of the longest example, over all sources.
+        width: Their dimension ``D``.
+        queries: Query positions asked for.
+        heads: Parts of each target.
+        target_widths: Width of each target.
+        target_flops: For each target, the operations that carry one tangent of the batch to it.
+        tangent_bytes: Bytes of the widest tangent of the batch.
+        norm: The norm asked for.
+        n_probes: Probes per source token; ``None`` for an exact result.
+        closed_form: Operations of the closed form, where it holds.
+        device: Where the model runs.
+    """
+
+    tokens: int
+    width: int
+    queries: int
+    heads: int
+    target_widths: Sequence[int]
+    target_flops: Sequence[float]
+    tangent_bytes: float
+    norm: str = "frobenius"
+    n_probes: int | None = None
+    closed_form: float | None = None
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def cotangents(self) -> list[int]:
+        """Cotangents of each target in the reverse way: one a component, or one a head for sums."""
+        rows = [self.heads if self.norm == "sum" else width for width in self.target_widths]
+        return [self.queries * count for count in rows]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way and what it costs.
+
+    Attributes:
+        way: One of :data:`WAYS`.
+        flops: Floating-point operations of its matrix products.
+        memory: Bytes of extra memory at its peak, roughly.
+        chunk: Tangents or cotangents of the batch that are carried at once.
+        reason: Why this way.
+    """
+
+    way: str
+    flops: float
+    memory: float
+    chunk: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.way} ({self.reason}): {_si(self.flops)}FLOP, "
+            f"{self.chunk} at a time in about {_si(self.memory)}B"
+        )
+
+
+def plan(work: Work, way: str | None = None, chunk: int | None = None) -> Plan:
+    """Choose the cheapest way that is valid for the work.
+
+    Args:
+        work: What is asked for.
+        way: Force one of :data:`WAYS`.
+        chunk: Force the number of tangents or cotangents carried at once.
+
+    Raises:
+        ValueError: If ``way`` is not a way, or not valid for this work.
+
+    Example:
+        >>> work = Work(tokens=32, width=384, queries=32, heads=12, target_widths=[384] * 6,
+        ...             target_flops=[1e8 * k for k in range(1, 7)], tangent_bytes=2e5)
+        >>> plan(work).way
+        'forward'
+        >>> print(plan(work, way="reverse"))
+        reverse (asked for): 25.8 TFLOP, 62 at a time in about 74.4 MB
+    """
+    plans = {candidate.way: candidate for candidate in _candidates(work, chunk)}
+    if way is None:
+        return next(iter(plans.values()))
+    if way not in WAYS:
+        raise ValueError(f"way must be one of {', '.join(map(repr, WAYS))}, got {way!r}")
+    if way not in plans:
+        raise ValueError(f"the way {way!r} cannot give this result; valid here: {', '.join(plans)}")
+    chosen = plans[way]
+    return Plan(chosen.way, chosen.flops, chosen.memory, chosen.chunk, "asked for")
+
+
+def _candidates(work: Work, chunk: int | None) -> list[Plan]:
+    """The valid ways, the best first."""
+    chunk = chunk or chunk_size(work.tangent_bytes, work.device)
+    memory = LIVE_STACKS * chunk * work.tangent_bytes
+    deepest = max(work.target_flops, default=0)
+    if work.n_probes is not None:
+        tangents = work.n_probes * work.tokens
+        return [Plan("probes", tangents * deepest, memory, chunk, f"{work.n_probes} a token")]
+    tangents, cotangents = work.tokens * work.width, sum(work.cotangents)
+    pulled = zip(work.cotangents, work.target_flops, strict=True)
+    forward = Plan("forward", tangents * deepest, memory, chunk, f"{tangents} tangents")
+    reverse = Plan(
+        "reverse", sum(n * flops for n, flops in pulled), memory, chunk, f"{cotangents} cotangents"
+    )
+    ways = sorted((forward, reverse), key=_time)
+    if work.closed_form is not None:
+        ways.insert(0, Plan("closed form", work.closed_form, memory, 1, "no tangents"))
+    return ways
+
+
+def _time(candidate: Plan) -> float:
+    return candidate.flops * (REVERSE_OVERHEAD if candidate.way == "reverse" else 1)
+
+
+def chunk_size(tangent_bytes: float, device: torch.device) -> int:
+    """Tangents to carry at once: as many as the caches of a CPU or the memory of a device hold."""
+    limit = memory_budget(device) / LIVE_STACKS
+    if device.type == "cpu":
+        limit = min(limit, CACHE)
+    return max(1, int(limit // max(tangent_bytes, 1)))
+
+
+def memory_budget(device: torch.device) -> float:
+    """Bytes of extra memory that an attribution may take."""
+    if device.type == "cuda":
+        return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(MEMORY_SHARE * free, CPU_MEMORY)
+    return CPU_MEMORY
+
+
+def _si(value: float) -> str:
+    """``value`` with three digits and a decimal prefix, ready for its unit."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(value) < 1000 or prefix == "P":
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    raise AssertionError("unreachable")

@@ -1,0 +1,1 @@
+"""Adapters between model libraries and the core of ``captum_hta``."""
