@@ -1,0 +1,162 @@
+"""Figures: heatmaps of single examples, and the figures of a study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+ATTENTION, PREVIOUS, INPUT = "#4c72b0", "#55a868", "#c44e52"
+STYLE = {
+    "font.size": 9,
+    "font.family": ["DejaVu Sans"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "figure.dpi": 120,
+    "savefig.bbox": "tight",
+}
+MAPS = {
+    "attention": "attention",
+    "previous_layer": "previous-layer contribution",
+    "input": "input contribution",
+}
+
+
+def heatmaps(
+    maps: dict[str, NDArray[np.float64]], tokens: Sequence[str], rows: Sequence[str]
+) -> Figure:
+    """Attention and contributions side by side.
+
+    Args:
+        maps: For each of :data:`MAPS` an array ``[row, query, key]``.
+        tokens: Labels of queries and keys.
+        rows: Titles of the rows, such as ``"layer 3, head 5"``.
+
+    Returns:
+        A figure with one row of panels for each of ``rows``.
+    """
+    cell = float(np.clip(4.2 / len(tokens), 0.155, 0.3))
+    side = cell * len(tokens)
+    with mpl.rc_context(STYLE):
+        figure = Figure(
+            figsize=(len(maps) * (side + 1.0) + 0.8, len(rows) * (side + 1.25) + 0.3),
+            layout="constrained",
+        )
+        axes = figure.subplots(len(rows), len(maps), squeeze=False)
+        for row, title in enumerate(rows):
+            for column, (name, values) in enumerate(maps.items()):
+                _heatmap(axes[row, column], values[row], tokens, cell)
+                axes[row, column].set_title(f"{title}\n{MAPS[name]}")
+            axes[row, 0].set_ylabel("query (target token)")
+        for axis in axes[-1]:
+            axis.set_xlabel("key (source token)")
+    return figure
+
+
+def _heatmap(axis: Axes, values: NDArray[np.float64], tokens: Sequence[str], cell: float) -> None:
+    image = axis.imshow(values, cmap="magma_r", vmin=0, vmax=max(float(values.max()), 1e-9))
+    size = min(9.0, 52 * cell)
+    axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=size)
+    axis.set_yticks(range(len(tokens)), tokens, fontsize=size)
+    axis.tick_params(length=2)
+    axis.spines[:].set_visible(False)
+    bar = axis.figure.colorbar(image, ax=axis, fraction=0.045, pad=0.02)
+    bar.ax.tick_params(labelsize=7)
+    bar.outline.set_visible(False)
+
+
+# --- figures of a study ----------------------------------------------------------------------------
+
+
+def correlation_figure(correlations: pd.DataFrame, source: str) -> Figure:
+    """Figures 1 and 6: the correlation of attention with a contribution, one point a head."""
+    table = correlations[correlations["source"] == source]
+    layers = sorted(table["layer"].unique())
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(max(6.4, 0.55 * len(layers) + 3), 3.4), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        for axis, measure in zip(axes, ("pearson", "spearman"), strict=True):
+            groups = [table.loc[table["layer"] == layer, measure].dropna() for layer in layers]
+            _boxes(axis, groups, layers, PREVIOUS if source == "previous_layer" else INPUT)
+            axis.set_title(f"{measure.capitalize()} correlation")
+            axis.set_xlabel("layer")
+            axis.set_ylim(min(0.0, table[measure].min() - 0.05), 1.02)
+        axes[0].set_ylabel(f"attention and {MAPS[source]}")
+    return figure
+
+
+def _boxes(axis: Axes, groups: Sequence[pd.Series], layers: Sequence[int], colour: str) -> None:
+    axis.boxplot(
+        [group.to_numpy() for group in groups],
+        tick_labels=[str(layer) for layer in layers],
+        showfliers=False,
+        widths=0.6,
+        medianprops={"color": "black"},
+        boxprops={"color": "0.6"},
+        whiskerprops={"color": "0.6"},
+        capprops={"color": "0.6"},
+    )
+    for position, group in enumerate(groups, 1):
+        spread = np.linspace(-0.22, 0.22, len(group)) if len(group) > 1 else np.zeros(len(group))
+        axis.scatter(position + spread, group, s=9, color=colour, alpha=0.8, linewidths=0)
+    axis.grid(axis="y", color="0.92")
+    axis.set_axisbelow(True)
+
+
+def histogram_figure(positions: pd.DataFrame, quantity: str, reach: int = 16) -> Figure:
+    """Figures 2 and 3: mean value over relative position, for every head of every layer."""
+    table = positions[(positions["quantity"] == quantity) & (positions["offset"].abs() <= reach)]
+    layers, heads = sorted(table["layer"].unique()), sorted(table["head"].unique())
+    colour = ATTENTION if quantity == "attention" else INPUT
+    with mpl.rc_context(STYLE):
+        figure = Figure(
+            figsize=(0.85 * len(heads) + 1, 0.75 * len(layers) + 0.9), layout="constrained"
+        )
+        axes = figure.subplots(len(layers), len(heads), squeeze=False, sharex=True)
+        for (layer, head), group in table.groupby(["layer", "head"]):
+            axis = axes[layers.index(layer), heads.index(head)]
+            axis.fill_between(group["offset"], group["value"], step="mid", color=colour, linewidth=0)
+            axis.axvline(0, color="0.3", linewidth=0.5)
+            axis.set_ylim(0)
+            axis.set_yticks([])
+            axis.set_xticks([-reach, 0, reach])
+            axis.tick_params(labelsize=6, length=2)
+        for row, layer in enumerate(layers):
+            axes[row, 0].set_ylabel(f"layer {layer}", fontsize=7)
+        for column, head in enumerate(heads):
+            axes[0, column].set_title(f"head {head}", fontsize=7)
+        figure.supxlabel("position of the key relative to the query (each panel on its own scale)")
+    return figure
+
+
+def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
+    """Figures 4 and 5: the centre of mass per layer, mean over heads, with every head as a point."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+        axis = figure.subplots()
+        for quantity, shift in zip(quantities, np.linspace(-0.08, 0.08, len(quantities)), strict=True):
+            table = centres[centres["quantity"] == quantity]
+            colour = ATTENTION if quantity == "attention" else INPUT
+            mean = table.groupby("layer")["centre_of_mass"].mean()
+            axis.scatter(
+                table["layer"] + (shift if len(quantities) > 1 else 0),
+                table["centre_of_mass"],
+                s=8,
+                color=colour,
+                alpha=0.35,
+                linewidths=0,
+            )
+            axis.plot(mean.index, mean, marker="o", color=colour, label=MAPS[quantity])
+        axis.axhline(0, color="0.6", linewidth=0.8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_xlabel("layer")
+        axis.set_ylabel("centre of mass (tokens from the query)")
+        axis.legend(frameon=False)
+    return figure

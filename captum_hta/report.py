@@ -1,0 +1,190 @@
+"""The output folder of a study: tables, figures, the run's record, and a page that shows them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from matplotlib.figure import Figure
+
+from captum_hta import plots
+from captum_hta.study import Study, finite
+
+PACKAGES = ("captum-hta", "torch", "transformers", "captum", "transformer-lens", "numpy", "scipy")
+PAPER = "Pascual et al. 2021"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure with what to say about it."""
+
+    file: str
+    title: str
+    sentence: str
+    figure: Figure
+
+
+def write(folder: Path, study: Study, record: dict[str, Any]) -> list[Path]:
+    """Write the tables, the figures, ``run.json`` and ``report.html`` of a study.
+
+    Args:
+        folder: Made if it is missing.
+        study: A study of at least one example.
+        record: Model, arguments and counts of the run; findings and versions are added.
+
+    Returns:
+        The files.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {
+        "correlations.csv": study.correlations(),
+        "relative_positions.csv": study.relative_positions(),
+        "centres_of_mass.csv": study.centres_of_mass(),
+        "layers.csv": study.layer_summary(),
+    }
+    shown = figures(study)
+    record = record | {
+        "findings": {name: finite(value) for name, value in study.findings().items()},
+        "input_standard_error": study.probe_errors(),
+        "ways": study.plans,
+        "versions": versions(),
+    }
+    files = []
+    for name, table in tables.items():
+        table.to_csv(folder / name, index=False)
+        files.append(folder / name)
+    images = {}
+    for item in shown:
+        images[item.file] = png(item.figure)
+        (folder / item.file).write_bytes(images[item.file])
+        files.append(folder / item.file)
+    page = _page(study, shown, images, record)
+    for name, text in {"run.json": json.dumps(record, indent=2) + "\n", "report.html": page}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        files.append(folder / name)
+    return files
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def figures(study: Study) -> list[Shown]:
+    """The figures after the paper's Figures 1 to 6, with a sentence each."""
+    correlations, positions = study.correlations(), study.relative_positions()
+    centres = study.centres_of_mass()
+    return [
+        Shown(
+            "figure1_attention_and_previous_layer.png",
+            "Attention and previous-layer contribution",
+            _sentence_1(study),
+            plots.correlation_figure(correlations, "previous_layer"),
+        ),
+        Shown(
+            "figure2_attention_positions.png",
+            "Where attention lies",
+            "Mean attention at each position relative to the query, for every head: what looks like a "
+            "head's habit, such as the previous or the next token, is read off here.",
+            plots.histogram_figure(positions, "attention"),
+        ),
+        Shown(
+            "figure3_input_positions.png",
+            "Where the input that a head takes in lies",
+            "The same for the input contribution. Since hidden tokens are mixtures of input tokens, what "
+            "a head takes in can lie elsewhere than what it attends to.",
+            plots.histogram_figure(positions, "input"),
+        ),
+        Shown(
+            "figure4_attention_centre.png",
+            "Centre of mass of attention",
+            "Mean relative position of attention per layer (line: mean over heads; points: heads). "
+            "Below zero a head looks back, above zero ahead.",
+            plots.centre_figure(centres, ["attention"]),
+        ),
+        Shown(
+            "figure5_centres.png",
+            "Centre of mass of attention and of input contribution",
+            _sentence_5(study.layer_summary()),
+            plots.centre_figure(centres, ["attention", "input"]),
+        ),
+        Shown(
+            "figure6_attention_and_input.png",
+            "Attention and input contribution",
+            _sentence_6(study.layer_summary()),
+            plots.correlation_figure(correlations, "input"),
+        ),
+    ]
+
+
+def _sentence_1(study: Study) -> str:
+    found = study.findings()
+    pearson = found["share_of_heads_pearson_over_0.85"]
+    spearman = found["share_of_heads_spearman_over_0.95"]
+    return (
+        f"Within its own block a head takes in roughly what it attends to: {pearson:.0%} of the heads "
+        f"have a Pearson correlation above 0.85 ({PAPER}, BERT: 90%), and {spearman:.0%} a Spearman "
+        "correlation above 0.95 (75%)."
+    )
+
+
+def _sentence_5(layers: pd.DataFrame) -> str:
+    attention, inputs = layers["centre_of_mass_attention"], layers["centre_of_mass_input"]
+    return (
+        f"Over the layers the centre of attention lies between {attention.min():+.2f} and "
+        f"{attention.max():+.2f} tokens from the query, that of the input contribution between "
+        f"{inputs.min():+.2f} and {inputs.max():+.2f}."
+    )
+
+
+def _sentence_6(layers: pd.DataFrame) -> str:
+    pearson, spearman = layers["pearson_input_median"], layers["spearman_input_median"]
+    lowest = layers.loc[pearson.idxmin(), "layer"]
+    return (
+        "How far attention tells what a head takes in of the input tokens: over the layers, the median "
+        f"Pearson correlation over heads goes from {pearson.iloc[0]:.2f} to {pearson.iloc[-1]:.2f}, with "
+        f"its lowest, {pearson.min():.2f}, in layer {lowest:.0f}; the median Spearman correlation goes "
+        f"from {spearman.iloc[0]:.2f} to {spearman.iloc[-1]:.2f}."
+    )
+
+
+def _page(
+    study: Study, shown: Sequence[Shown], images: dict[str, bytes], record: dict[str, Any]
+) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("captum_hta", ""), autoescape=True, trim_blocks=True
+    )
+    layers = study.layer_summary().round(3)
+    return environment.get_template("report.html.jinja").render(
+        shown=shown,
+        images={name: base64.b64encode(image).decode() for name, image in images.items()},
+        record=record,
+        columns=[column.replace("_", " ") for column in layers.columns],
+        rows=layers.itertuples(index=False),
+        tokens=sum(study.tokens),
+    )

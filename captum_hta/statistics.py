@@ -1,0 +1,158 @@
+r"""Statistics of attention and contributions over many examples, as accumulators that merge.
+
+Every accumulator holds plain sums, so examples may be added in any order and in any split. Axes are
+``[layer, head, query, key]`` for one example.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+Array = NDArray[np.float64]
+SHORTEST_ROW = 3
+"""A correlation of fewer tokens than these is always 1 or -1, or undefined."""
+
+
+def row_correlations(first: Array, second: Array) -> tuple[Array, Array]:
+    """Pearson's and Spearman's correlation of each row of two arrays.
+
+    Args:
+        first: ``[..., key]``.
+        second: Of the same shape.
+
+    Returns:
+        Two arrays ``[...]``; NaN where a row is constant or shorter than :data:`SHORTEST_ROW`.
+
+    Example:
+        >>> pearson, spearman = row_correlations(np.array([[1.0, 2, 3]]), np.array([[1.0, 4, 9]]))
+        >>> pearson.round(2), spearman.round(2)
+        (array([0.99]), array([1.]))
+    """
+    if first.shape[-1] < SHORTEST_ROW:
+        undefined = np.full(first.shape[:-1], np.nan)
+        return undefined, undefined.copy()
+    ranks = stats.rankdata(first, axis=-1), stats.rankdata(second, axis=-1)
+    return _pearson(first, second), _pearson(*ranks)
+
+
+def _pearson(first: Array, second: Array) -> Array:
+    varied = (np.ptp(first, axis=-1) > 0) & (np.ptp(second, axis=-1) > 0)
+    result = np.full(varied.shape, np.nan)
+    if varied.any():
+        result[varied] = stats.pearsonr(first[varied], second[varied], axis=-1).statistic
+    return result
+
+
+@dataclass
+class Mean:
+    r"""A mean over rows, with a standard error by example.
+
+    The mean is over all rows of all examples, :math:`\bar x = \sum_e s_e / \sum_e n_e` with the sum
+    :math:`s_e` and the number :math:`n_e` of an example's rows. Rows of one example are not independent,
+    so the error is that of a ratio of sums over examples (Cochran 1977, section 6.4):
+
+    .. math:: \operatorname{Var} \bar x = \frac{E}{E - 1}
+                \frac{\sum_e (s_e - \bar x\, n_e)^2}{(\sum_e n_e)^2} .
+
+    NaN rows are left out and counted.
+    """
+
+    sums: Array
+    counts: Array
+    squares: tuple[Array, Array, Array]
+    examples: Array
+    left_out: Array
+
+    @classmethod
+    def zero(cls, *shape: int) -> Mean:
+        """The mean of nothing, for values ``[*shape]``."""
+
+        def zeros() -> Array:
+            return np.zeros(shape)
+
+        return cls(zeros(), zeros(), (zeros(), zeros(), zeros()), zeros(), zeros())
+
+    def add(self, rows: Array) -> None:
+        """Add one example's rows ``[*shape, row]``."""
+        defined = ~np.isnan(rows)
+        count = defined.sum(-1).astype(np.float64)
+        total = np.where(defined, rows, 0).sum(-1)
+        products = (total * total, total * count, count * count)
+        self.sums += total
+        self.counts += count
+        self.squares = tuple(a + b for a, b in zip(self.squares, products, strict=True))
+        self.examples += count > 0
+        self.left_out += rows.shape[-1] - count
+
+    def merge(self, other: Mean) -> None:
+        """Add what another accumulator has seen."""
+        self.sums += other.sums
+        self.counts += other.counts
+        self.squares = tuple(a + b for a, b in zip(self.squares, other.squares, strict=True))
+        self.examples += other.examples
+        self.left_out += other.left_out
+
+    def mean(self) -> Array:
+        """``[*shape]``; NaN where no row is defined."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.sums / self.counts
+
+    def standard_error(self) -> Array:
+        """``[*shape]``; NaN with fewer than two examples."""
+        mean = self.mean()
+        ss, sn, nn = self.squares
+        with np.errstate(invalid="ignore", divide="ignore"):
+            spread = np.clip(ss - 2 * mean * sn + mean**2 * nn, 0, None)
+            factor = np.where(self.examples > 1, self.examples / (self.examples - 1), np.nan)
+            return np.sqrt(factor * spread) / self.counts
+
+
+@dataclass
+class RelativePosition:
+    r"""A histogram over the offset of a key from its query (Pascual et al. 2021, section 4).
+
+    Token ``j`` is the origin: the value of key ``i`` in the row of query ``j`` is added at ``i - j``,
+    and each offset is divided by how often it occurs, so that the many small offsets of short texts do
+    not outweigh the rest.
+    """
+
+    sums: Array
+    counts: Array
+
+    @classmethod
+    def zero(cls, layers: int, heads: int, longest: int) -> RelativePosition:
+        """An empty histogram for texts of at most ``longest`` tokens."""
+        return cls(np.zeros((layers, heads, 2 * longest - 1)), np.zeros(2 * longest - 1))
+
+    @property
+    def offsets(self) -> Array:
+        longest = (len(self.counts) + 1) // 2
+        return np.arange(1 - longest, longest)
+
+    def add(self, values: Array) -> None:
+        """Add one example ``[layer, head, query, key]``."""
+        length = values.shape[-1]
+        middle = len(self.counts) // 2
+        for offset in range(1 - length, length):
+            self.sums[..., middle + offset] += np.trace(values, offset, axis1=-2, axis2=-1)
+            self.counts[middle + offset] += length - abs(offset)
+
+    def merge(self, other: RelativePosition) -> None:
+        """Add what another histogram of the same size has seen."""
+        self.sums += other.sums
+        self.counts += other.counts
+
+    def histogram(self) -> Array:
+        """Mean value at each offset ``[layer, head, offset]``; zero at offsets that do not occur."""
+        return self.sums / np.maximum(self.counts, 1)
+
+    def centre_of_mass(self) -> Array:
+        """Mean offset weighted by the histogram, ``[layer, head]``: negative is to the left."""
+        histogram = self.histogram()
+        total = histogram.sum(-1)
+        with np.errstate(invalid="ignore"):
+            return np.where(total > 0, (histogram * self.offsets).sum(-1) / total, np.nan)

@@ -1,0 +1,321 @@
+"""The study of "Telling BERT's Full Story" (Pascual et al. 2021) on any model and corpus.
+
+For every example both contributions of every head; then, per head, how well attention agrees with them
+and where, relative to the query, both lie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from captum_hta.contributions import Contributions, batches, contributions
+from captum_hta.model import Model, Text
+from captum_hta.statistics import Mean, RelativePosition, row_correlations
+
+SOURCES = ("previous_layer", "input")
+FIELDS = ("premise", "hypothesis")
+DEFAULT_PROBES = 16
+GROUP = 4
+"""Examples whose contributions are found together, of like lengths: few, for an even progress."""
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line of the input that is no example."""
+
+    number: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"line {self.number}: {self.problem}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the study is to be done.
+
+    Attributes:
+        layers: Layers to study, ``None`` for all.
+        norm: Norm of the Jacobian.
+        multiply_by_inputs: Scale column ``d`` of each Jacobian by ``x_i[d]``.
+        n_probes: Probes of each source token for the input contribution; ``None``: exact.
+        tolerance: Standard error at which to stop adding probes.
+        seed: Seed of the probes.
+    """
+
+    layers: list[int] | None = None
+    norm: str = "frobenius"
+    multiply_by_inputs: bool = False
+    n_probes: int | None = DEFAULT_PROBES
+    tolerance: float | None = None
+    seed: int = 0
+
+
+# --- input -----------------------------------------------------------------------------------------
+
+
+def shipped_pairs() -> Path:
+    """The 64 pairs that come with the package."""
+    return Path(str(resources.files("captum_hta") / "pairs.jsonl"))
+
+
+def read_texts(
+    path: Path, check: Callable[[Text], str | None], limit: int | None = None
+) -> tuple[list[Text], list[BadLine]]:
+    """Read JSON lines with ``premise`` and ``hypothesis``, or with ``text``.
+
+    Args:
+        path: The file, in UTF-8.
+        check: Says what is wrong with a text, or ``None``.
+        limit: Stop after this many good lines.
+
+    Returns:
+        The texts, and the lines that are none.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    texts: list[Text] = []
+    bad: list[BadLine] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if limit is not None and len(texts) >= limit:
+                break
+            if not line.strip():
+                continue
+            text, problem = _parse(line)
+            problem = problem or check(text)
+            if problem:
+                bad.append(BadLine(number, problem))
+            else:
+                texts.append(text)
+    return texts, bad
+
+
+def _parse(line: bytes) -> tuple[Text, str | None]:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError:
+        return "", "not UTF-8"
+    except (ValueError, RecursionError) as error:
+        return "", f"not JSON ({error})"
+    if not isinstance(record, dict):
+        return "", f"not a JSON object but {type(record).__name__}"
+    names = ("text",) if "text" in record else FIELDS
+    for name in names:
+        if name not in record:
+            return "", f"no field {name!r}"
+        if not isinstance(record[name], str):
+            return "", f"field {name!r} is not a string"
+        if not record[name].strip():
+            return "", f"field {name!r} is empty"
+    values = tuple(record[name] for name in names)
+    return (values[0] if len(values) == 1 else values), None
+
+
+# --- accumulation ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Study:
+    """What has been found so far, of any number of examples.
+
+    Attributes:
+        layers: The layers of the layer axis.
+        heads: Number of heads.
+        pearson, spearman: For each source the correlation of attention rows with contribution rows.
+        positions: Relative positions of ``"attention"`` and of each source's contribution.
+        errors: Standard errors of the input contributions.
+        tokens: Number of tokens of each example.
+        plans: The ways that were taken, with how often.
+    """
+
+    layers: list[int]
+    heads: int
+    pearson: dict[str, Mean]
+    spearman: dict[str, Mean]
+    positions: dict[str, RelativePosition]
+    errors: Mean
+    largest_error: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    plans: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, layers: Sequence[int], heads: int, longest: int) -> Study:
+        """A study of no example, for texts of at most ``longest`` tokens."""
+        shape = (len(layers), heads)
+        return cls(
+            layers=list(layers),
+            heads=heads,
+            pearson={source: Mean.zero(*shape) for source in SOURCES},
+            spearman={source: Mean.zero(*shape) for source in SOURCES},
+            positions={
+                name: RelativePosition.zero(*shape, longest) for name in ("attention", *SOURCES)
+            },
+            errors=Mean.zero(*shape),
+        )
+
+    def add(self, results: dict[str, Contributions]) -> None:
+        """Add one example's contributions by source, each of a single text without padding."""
+        attention = results["input"].attention[0].double().numpy()
+        self.positions["attention"].add(attention)
+        self.tokens.append(attention.shape[-1])
+        for source, result in results.items():
+            values = result.values[0].double().numpy()
+            pearson, spearman = row_correlations(attention, values)
+            self.pearson[source].add(pearson)
+            self.spearman[source].add(spearman)
+            self.positions[source].add(values)
+        self._add_errors(results["input"])
+
+    def _add_errors(self, result: Contributions) -> None:
+        if result.standard_error is None:
+            return
+        errors = result.standard_error[0].double().numpy()
+        self.errors.add(errors.reshape(*errors.shape[:2], -1))
+        self.largest_error = max(self.largest_error, float(errors.max()))
+
+    # --- tables
+
+    def correlations(self) -> pd.DataFrame:
+        """A row for each source, layer and head: correlations with attention and their errors."""
+        rows = []
+        for source in SOURCES:
+            pearson, spearman = self.pearson[source], self.spearman[source]
+            for index, layer in enumerate(self.layers):
+                for head in range(self.heads):
+                    at = (index, head)
+                    rows.append(
+                        {
+                            "source": source,
+                            "layer": layer,
+                            "head": head,
+                            "pearson": pearson.mean()[at],
+                            "pearson_error": pearson.standard_error()[at],
+                            "spearman": spearman.mean()[at],
+                            "spearman_error": spearman.standard_error()[at],
+                            "rows": int(pearson.counts[at]),
+                            "rows_left_out": int(pearson.left_out[at]),
+                            "examples": int(pearson.examples[at]),
+                        }
+                    )
+        return pd.DataFrame(rows)
+
+    def relative_positions(self) -> pd.DataFrame:
+        """A row for each quantity, layer, head and offset that occurs: the mean value there."""
+        frames = []
+        for name in ("attention", "input"):
+            position = self.positions[name]
+            seen = position.counts > 0
+            histogram = position.histogram()[..., seen]
+            index = pd.MultiIndex.from_product(
+                [[name], self.layers, range(self.heads), position.offsets[seen]],
+                names=["quantity", "layer", "head", "offset"],
+            )
+            frames.append(pd.Series(histogram.ravel(), index, name="value").reset_index())
+        return pd.concat(frames, ignore_index=True)
+
+    def centres_of_mass(self) -> pd.DataFrame:
+        """A row for each quantity, layer and head: the mean offset of its histogram."""
+        frames = []
+        for name in ("attention", "input"):
+            centre = self.positions[name].centre_of_mass()
+            index = pd.MultiIndex.from_product(
+                [[name], self.layers, range(self.heads)], names=["quantity", "layer", "head"]
+            )
+            frames.append(pd.Series(centre.ravel(), index, name="centre_of_mass").reset_index())
+        return pd.concat(frames, ignore_index=True)
+
+    def layer_summary(self) -> pd.DataFrame:
+        """A row for each layer: medians over heads of the correlations, means of the centres of mass."""
+        table = self.correlations().pivot_table(
+            index="layer", columns="source", values=["pearson", "spearman"], aggfunc="median"
+        )
+        table.columns = [f"{measure}_{source}_median" for measure, source in table.columns]
+        centre = self.centres_of_mass().pivot_table(
+            index="layer", columns="quantity", values="centre_of_mass", aggfunc="mean"
+        )
+        centre.columns = [f"centre_of_mass_{quantity}" for quantity in centre.columns]
+        return table.join(centre).reset_index()
+
+    def findings(self) -> dict[str, float]:
+        """Shares of heads whose attention agrees with the previous-layer contribution."""
+        table = self.correlations().query("source == 'previous_layer'").dropna()
+        return {
+            f"share_of_heads_{measure}_over_{bound}": float((table[measure] > bound).mean())
+            for measure, bounds in (("pearson", (0.7, 0.85)), ("spearman", (0.9, 0.95)))
+            for bound in bounds
+        }
+
+    def probe_errors(self) -> dict[str, float] | None:
+        """The achieved standard error of the input contributions; ``None`` if they are exact."""
+        if not self.errors.counts.any():
+            return None
+        mean = float(self.errors.sums.sum() / self.errors.counts.sum())
+        return {"mean": mean, "largest": self.largest_error}
+
+
+def run(
+    model: Model,
+    texts: Sequence[Text],
+    setting: Setting,
+    advance: Callable[[float], object] = lambda cost: None,
+) -> Study:
+    """Do the study.
+
+    Args:
+        model: The model.
+        texts: The corpus.
+        setting: How.
+        advance: Called with the share of the whole cost that has been done.
+
+    Raises:
+        ValueError: As :func:`captum_hta.contributions`.
+    """
+    lengths = [len(model.encode(text)) for text in texts]
+    total = sum(length**2 for length in lengths)
+    study = None
+    for rows in _groups(lengths):
+        results = _both(model, [texts[row] for row in rows], setting)
+        if study is None:
+            study = Study.empty(results["input"].layers, model.num_heads, max(lengths))
+        for index, row in enumerate(rows):
+            study.add({source: result.example(index) for source, result in results.items()})
+            advance(lengths[row] ** 2 / total)
+        for source, result in results.items():
+            for plan in result.plans:
+                way = f"{source}: {plan.way}"
+                study.plans[way] = study.plans.get(way, 0) + 1
+    if study is None:
+        raise ValueError("there is no text to study")
+    return study
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    for rows in batches(lengths):
+        for start in range(0, len(rows), GROUP):
+            yield rows[start : start + GROUP]
+
+
+def _both(model: Model, texts: Sequence[Text], setting: Setting) -> dict[str, Contributions]:
+    common = {
+        "layers": setting.layers,
+        "norm": setting.norm,
+        "multiply_by_inputs": setting.multiply_by_inputs,
+        "n_probes": setting.n_probes,
+        "tolerance": setting.tolerance,
+        "seed": setting.seed,
+    }
+    return {source: contributions(model, texts, source=source, **common) for source in SOURCES}
+
+
+def finite(value: float) -> float | None:
+    """A number that JSON can hold."""
+    return float(value) if np.isfinite(value) else None
