@@ -134,7 +134,9 @@ def _parts(factors: AttentionFactors, scaled: bool) -> Iterator[tuple[slice, sli
             yield slice(row, row + row_step), slice(head, head + head_step)
 
 
-def _part(factors: AttentionFactors, rows: slice, heads: slice, dtype: torch.dtype) -> AttentionFactors:
+def _part(
+    factors: AttentionFactors, rows: slice, heads: slice, dtype: torch.dtype
+) -> AttentionFactors:
     def cut(value: Tensor | None) -> Tensor | None:
         if value is None:
             return None

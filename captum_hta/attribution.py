@@ -185,7 +185,9 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
                     progress=_bar(bars) if show_progress else None,
                 )
                 answers.append(answer(passage, question))
-        return self._formatted(answers, is_tuple and self.source_layer is None, return_standard_error)
+        return self._formatted(
+            answers, is_tuple and self.source_layer is None, return_standard_error
+        )
 
     def _formatted(self, answers: list[Answer], is_tuple: bool, with_error: bool) -> Any:
         """Contributions, and standard errors if asked for, in the form of the inputs and layers."""
@@ -277,7 +279,9 @@ def _check_setting(
 def _check_inputs(inputs: tuple[Any, ...], source_layer: Module | None) -> None:
     for value in inputs:
         if not isinstance(value, Tensor):
-            raise TypeError(f"inputs must be a tensor or a tuple of tensors, got {type(value).__name__}")
+            raise TypeError(
+                f"inputs must be a tensor or a tuple of tensors, got {type(value).__name__}"
+            )
     if not inputs or inputs[0].dim() == 0 or len(inputs[0]) == 0:
         raise ValueError("inputs hold no example")
     if source_layer is not None:

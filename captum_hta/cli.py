@@ -101,7 +101,10 @@ def explain(
     norm: Norm = "frobenius",
     probes: Annotated[
         int | None,
-        typer.Option(help=f"Probes of each token for the input contribution. Default: {EXPLAIN_PROBES}.", min=1),
+        typer.Option(
+            help=f"Probes of each token for the input contribution. Default: {EXPLAIN_PROBES}.",
+            min=1,
+        ),
     ] = None,
     tolerance: Tolerance = None,
     exact: Exact = False,
@@ -131,7 +134,10 @@ def explain(
             )
             for source in study.SOURCES
         }  # fmt: skip
-    heads = [_most_different(results["input"], index) if head is None else head for index in range(len(chosen))]
+    heads = [
+        _most_different(results["input"], index) if head is None else head
+        for index in range(len(chosen))
+    ]
     for index, (layer, number) in enumerate(zip(chosen, heads, strict=True)):
         _print_head(results, index, layer, number, top)
     for source, result in results.items():
@@ -160,7 +166,9 @@ def _print_head(
     results: dict[str, Contributions], index: int, layer: int, head: int, top: int
 ) -> None:
     tokens = results["input"].tokens[0]
-    table = Table(title=f"Layer {layer}, head {head}: strongest source tokens", title_justify="left")
+    table = Table(
+        title=f"Layer {layer}, head {head}: strongest source tokens", title_justify="left"
+    )
     table.add_column("#", justify="right", style="dim")
     table.add_column("query", style="bold")
     columns = {
@@ -179,7 +187,9 @@ def _print_head(
 def _strongest(row: torch.Tensor, tokens: list[str], top: int) -> str:
     values, keys = row.topk(min(top, len(tokens)))
     return _plain(
-        ", ".join(f"{tokens[key]} {100 * value:.0f}%" for key, value in zip(keys, values, strict=True))
+        ", ".join(
+            f"{tokens[key]} {100 * value:.0f}%" for key, value in zip(keys, values, strict=True)
+        )
     )
 
 
@@ -200,7 +210,9 @@ def run_study(
             "with the package."
         ),
     ] = None,
-    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("hta-study"),
+    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path(
+        "hta-study"
+    ),
     limit: Annotated[int | None, typer.Option(help="Read only this many examples.", min=1)] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at a bad line.")] = False,
     layers: Layers = None,
@@ -211,7 +223,8 @@ def run_study(
     probes: Annotated[
         int | None,
         typer.Option(
-            help=f"Probes of each token for the input contribution. Default: {study.DEFAULT_PROBES}.", min=1
+            help=f"Probes of each token for the input contribution. Default: {study.DEFAULT_PROBES}.",
+            min=1,
         ),
     ] = None,
     tolerance: Tolerance = None,
@@ -254,7 +267,9 @@ def run_study(
     _print_study(found, loaded, output, bad)
 
 
-def _texts(path: Path, model: Model, limit: int | None, strict: bool) -> tuple[list[Text], list[study.BadLine]]:
+def _texts(
+    path: Path, model: Model, limit: int | None, strict: bool
+) -> tuple[list[Text], list[study.BadLine]]:
     def check(text: Text) -> str | None:
         length = len(model.encode(text))
         if model.max_length is not None and length > model.max_length:
@@ -268,15 +283,21 @@ def _texts(path: Path, model: Model, limit: int | None, strict: bool) -> tuple[l
     for line in bad:
         err.print(f"{path.name}, {line}", markup=False)
     if bad and strict:
-        raise UserError(f"{_count(len(bad), 'bad line')} in {path}; without --strict they are skipped")
+        raise UserError(
+            f"{_count(len(bad), 'bad line')} in {path}; without --strict they are skipped"
+        )
     if not texts:
-        raise UserError(f'{path} has no example: each line is a JSON object with "premise" and "hypothesis"')
+        raise UserError(
+            f'{path} has no example: each line is a JSON object with "premise" and "hypothesis"'
+        )
     return texts, bad
 
 
 def _print_study(found: study.Study, model: Model, output: Path, bad: list[study.BadLine]) -> None:
     summary = found.layer_summary()
-    table = Table(title=f"{model.name}: medians over heads, correlation with attention", title_justify="left")
+    table = Table(
+        title=f"{model.name}: medians over heads, correlation with attention", title_justify="left"
+    )
     names = {
         "layer": "layer",
         "pearson_previous_layer_median": "previous layer, Pearson",
@@ -334,7 +355,9 @@ def _layers(spec: str | None, model: Model) -> list[int]:
         found.extend(_layer_range(part.strip(), spec))
     outside = [layer for layer in found if not -model.num_layers <= layer < model.num_layers]
     if outside:
-        raise UserError(f"--layers names {outside[0]}, but {model.name} has 0 to {model.num_layers - 1}")
+        raise UserError(
+            f"--layers names {outside[0]}, but {model.name} has 0 to {model.num_layers - 1}"
+        )
     return sorted({layer % model.num_layers for layer in found})
 
 
@@ -344,7 +367,9 @@ def _layer_range(part: str, spec: str) -> range:
         start = int(first)
         stop = int(last) if dash else start
     except ValueError:
-        raise UserError(f'--layers {spec!r} is no list of layers: write "0,3", "2-4" or "-1"') from None
+        raise UserError(
+            f'--layers {spec!r} is no list of layers: write "0,3", "2-4" or "-1"'
+        ) from None
     if stop < start:
         raise UserError(f"--layers {spec!r} runs backwards")
     return range(start, stop + 1)
@@ -370,10 +395,14 @@ def _check_folder(path: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"the folder {path} cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            f"the folder {path} cannot be written: {error.strerror or error}"
+        ) from error
 
 
-def _probes(probes: int | None, tolerance: float | None, exact: bool, norm: str, default: int) -> int | None:
+def _probes(
+    probes: int | None, tolerance: float | None, exact: bool, norm: str, default: int
+) -> int | None:
     if exact and (probes is not None or tolerance is not None):
         raise UserError("--exact takes no probes: leave out --probes and --tolerance")
     if exact or (norm == "spectral" and probes is None):

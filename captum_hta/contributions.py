@@ -149,7 +149,9 @@ def contributions(
     _check(model, setting)
     encodings = [_encode(model, text, number) for number, text in enumerate(texts)]
     collected = _Collected(model, encodings, setting)
-    with progress(desc="Contributions", total=len(texts)) if show_progress else NullProgress() as bar:
+    with (
+        progress(desc="Contributions", total=len(texts)) if show_progress else NullProgress() as bar
+    ):
         for rows in batches([len(encoding) for encoding in encodings]):
             collected.add(rows, model.batch([encodings[row] for row in rows]))
             bar.update(len(rows))
@@ -188,7 +190,9 @@ class _Collected:
 
     def add(self, rows: list[int], batch: Batch) -> None:
         attention = self.model.attention(batch)
-        estimates, plans = _batch_energies(self.model, batch, attention, self._keys(rows), self.setting)
+        estimates, plans = _batch_energies(
+            self.model, batch, attention, self._keys(rows), self.setting
+        )
         self.plans.extend(plans)
         for index, (layer, energy) in enumerate(zip(self.setting.layers, estimates, strict=True)):
             values, errors = shares(_real(energy, batch.mask))
@@ -223,7 +227,9 @@ class _Collected:
 
 
 def _fingerprint(encoding: Encoding) -> int:
-    digest = hashlib.blake2b(repr((encoding.ids, encoding.segments)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        repr((encoding.ids, encoding.segments)).encode(), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -238,7 +244,11 @@ def _real(energy: Energy, mask: Tensor) -> Energy:
 
 
 def _batch_energies(
-    model: Model, batch: Batch, attention: list[Attention], keys: list[tuple[int, ...]], setting: _Setting
+    model: Model,
+    batch: Batch,
+    attention: list[Attention],
+    keys: list[tuple[int, ...]],
+    setting: _Setting,
 ) -> tuple[list[Energy], list[Plan]]:
     """For each layer of the setting its energies, and the plans that were followed."""
     if _has_closed_form(attention, setting):
@@ -307,7 +317,11 @@ def _checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
     if not texts:
         raise ValueError("there is no text: pass a list of strings, or of pairs of strings")
     for number, text in enumerate(texts):
-        pair = isinstance(text, tuple | list) and len(text) == 2 and all(isinstance(t, str) for t in text)
+        pair = (
+            isinstance(text, tuple | list)
+            and len(text) == 2
+            and all(isinstance(t, str) for t in text)
+        )
         if not isinstance(text, str) and not pair:
             raise TypeError(f"text {number} must be a string or a pair of strings, got {text!r}")
     return [text if isinstance(text, str) else tuple(text) for text in texts]
@@ -342,8 +356,12 @@ def _check(model: Model, setting: _Setting) -> None:
     source = setting.source
     if isinstance(source, str) and source not in ("input", "previous_layer"):
         raise ValueError(f"source must be 'input', 'previous_layer' or an int, got {source!r}")
-    if not isinstance(source, str) and not (isinstance(source, int) and 0 <= source < model.num_layers):
-        raise ValueError(f"source {source!r} is no block: {model.name} has 0 to {model.num_layers - 1}")
+    if not isinstance(source, str) and not (
+        isinstance(source, int) and 0 <= source < model.num_layers
+    ):
+        raise ValueError(
+            f"source {source!r} is no block: {model.name} has 0 to {model.num_layers - 1}"
+        )
     if isinstance(source, int) and min(setting.layers) < source:
         raise ValueError(f"layer {min(setting.layers)} comes before the source, block {source}")
     if setting.target not in TARGETS:

@@ -105,7 +105,9 @@ def sweep(
         with torch.no_grad():
             for target, tangent in _every_target(derivative, variable, tangents):
                 number = index[target]
-                stack = tangent.reshape(len(tokens), -1, *tangent.shape[1:3], tangent[0, 0, 0].numel())
+                stack = tangent.reshape(
+                    len(tokens), -1, *tangent.shape[1:3], tangent[0, 0, 0].numel()
+                )
                 columns[number].add(tokens.start, request.select(stack, number), last_part)
         request.advance(len(tangents))
 

@@ -78,7 +78,9 @@ class ForwardPass:
                 )
             variables = [recorder.variable(target) for target in targets]
             derivative = Linearization(
-                recorder, [variable for variable, _ in entered], [v for v in variables if v is not None]
+                recorder,
+                [variable for variable, _ in entered],
+                [v for v in variables if v is not None],
             )
             reached = derivative.reached()
             for layer, variable in zip(self.layers, variables, strict=True):
@@ -148,7 +150,9 @@ class ForwardPass:
 
         return self.source.register_forward_hook(hook)
 
-    def _hook_target(self, layer: Module, found: dict[Module, Tensor], source_seen: list[bool]) -> Any:
+    def _hook_target(
+        self, layer: Module, found: dict[Module, Tensor], source_seen: list[bool]
+    ) -> Any:
         def keep(module: Module, value: Any) -> None:
             what = f"the {'input' if self.at_input else 'output'} of {self.name(module)}"
             if not source_seen:
@@ -192,7 +196,11 @@ def _plain(value: Any) -> Any:
 def _only_tensor(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    tensors = [item for item in value if isinstance(item, Tensor)] if isinstance(value, tuple | list) else []
+    tensors = (
+        [item for item in value if isinstance(item, Tensor)]
+        if isinstance(value, tuple | list)
+        else []
+    )
     floats = [item for item in tensors if item.is_floating_point()]
     if len(floats) == 1:
         return floats[0]

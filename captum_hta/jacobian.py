@@ -96,7 +96,13 @@ def answer(passage: ForwardPass, question: Question) -> Answer:
         energies = forward_energies(derivative, sources, request, chosen.chunk)
     else:
         energies = probe_energies(
-            derivative, sources, request, chosen.chunk, question.n_probes, question.tolerance, question.keys
+            derivative,
+            sources,
+            request,
+            chosen.chunk,
+            question.n_probes,
+            question.tolerance,
+            question.keys,
         )
     return _answer(energies, sources, split, chosen)
 

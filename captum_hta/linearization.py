@@ -14,7 +14,7 @@ the same by tracing through AOTAutograd, which takes seconds per example; record
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,7 +94,12 @@ class Recorder(TorchDispatchMode):
         return self._bind(tensor)
 
     def variable(self, tensor: Tensor) -> int | None:
-        """The variable of ``tensor``, or ``None`` if it depends on no source."""
+        """The variable of ``tensor``, or ``None`` if it depends on no source.
+
+        Raises:
+            NotLinearizable: If that cannot be told, because ``tensor`` was written to in place.
+        """
+        self._refuse_stale("the target", [tensor])
         return self._variable.get(id(tensor))
 
     def _bind(self, tensor: Tensor) -> int:
@@ -110,40 +115,36 @@ class Recorder(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         self._refuse_stale(function, tensors)
-        positions = [
-            index
-            for index, value in enumerate(flat)
-            if isinstance(value, Tensor) and id(value) in self._variable
-        ]
+        positions = [index for index, value in enumerate(flat) if self._moves(value)]
         if not positions or function is aten.detach.default:
             out = function(*args, **(kwargs or {}))
-            self._keep_aliases(tensors, out)
-            return out
+        else:
+            out = self._record(function, flat, spec, positions)
+        self._keep_aliases(out)
+        return out
+
+    def _moves(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and id(value) in self._variable
+
+    def _record(self, function: Any, flat: list[Any], spec: Any, positions: list[int]) -> Any:
+        """Run an operator that depends on a source, and note it."""
+        args, kwargs = tree_unflatten(flat, spec)
         inputs = [self._variable[id(flat[position])] for position in positions]
-        recorded = function
-        if function._schema.is_mutable:
-            recorded = _functional(function)
-            flat = [_copy_of(value) if index == 0 else value for index, value in enumerate(flat)]
+        writes = function._schema.is_mutable
+        recorded = _functional(function) if writes else function
+        if writes:
+            flat = [flat[0].clone(), *flat[1:]]
         versions = [(value, value._version) for value in flat if isinstance(value, Tensor)]
-        out = function(*args, **(kwargs or {}))
+        out = function(*args, **kwargs)
         outputs = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
         if not any(value.is_floating_point() for value in outputs):
             return out
-        if recorded is not function:
+        if writes:
             self._note_mutation(args[0])
-        self._keep_aliases(tensors, out)
+        bound = [self._bind(value) for value in outputs]
+        shape, dtype = tuple(outputs[0].shape), outputs[0].dtype
         self.calls.append(
-            Call(
-                function=recorded,
-                flat=flat,
-                spec=spec,
-                positions=positions,
-                inputs=inputs,
-                outputs=[self._bind(value) for value in outputs],
-                shape=tuple(outputs[0].shape),
-                dtype=outputs[0].dtype,
-                versions=versions,
-            )
+            Call(recorded, flat, spec, positions, inputs, bound, shape, dtype, versions)
         )
         return out
 
@@ -151,7 +152,7 @@ class Recorder(TorchDispatchMode):
         self._alive.append(tensor)
         self._mutated[tensor.untyped_storage()._cdata] = {id(tensor)}
 
-    def _keep_aliases(self, tensors: Sequence[Tensor], out: Any) -> None:
+    def _keep_aliases(self, out: Any) -> None:
         """Let views of a tensor that was changed in place be used as that tensor is."""
         if not self._mutated:
             return
@@ -181,10 +182,6 @@ def _functional(function: Any) -> Any:
     if not name.endswith("_") or overload is None or overload._schema.is_mutable:
         raise NotLinearizable(f"{function} writes to its arguments")
     return overload
-
-
-def _copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 class Linearization:
@@ -224,9 +221,7 @@ class Linearization:
 
     def flops(self, target: int | None = None) -> int:
         """Floating-point operations of the matrix products for one tangent, up to ``target``."""
-        calls = (
-            self._calls if target is None else _between(self._calls, self.sources, (target,))
-        )
+        calls = self._calls if target is None else _between(self._calls, self.sources, (target,))
         return sum(_flops(call) for call in calls)
 
     def push(self, tangents: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -327,7 +322,9 @@ def _generic(call: Call) -> Push:
         with torch.no_grad():
             push(*(primal.new_zeros(1, *primal.shape) for primal in primals))
     except (RuntimeError, NotImplementedError) as error:
-        raise NotLinearizable(f"{call.name} has no forward derivative that vectorises: {error}") from error
+        raise NotLinearizable(
+            f"{call.name} has no forward derivative that vectorises: {error}"
+        ) from error
     return push
 
 
@@ -341,10 +338,16 @@ def _filled(tangents: Sequence[Tensor | None], primals: Sequence[Tensor]) -> lis
 
 
 def _linear(call: Call) -> Push:
-    """Operators that are linear in all the arguments that move, such as ``cat`` and ``index_select``."""
+    """Operators that are linear in all their tensors together, such as ``cat``: fixed ones are zero."""
     primals = call.primals
-    mapped = torch.func.vmap(call.apply)
+    fixed = replace(call, flat=[_without_value(value) for value in call.flat])
+    mapped = torch.func.vmap(fixed.apply)
     return lambda *tangents: mapped(*_filled(tangents, primals))
+
+
+def _without_value(value: Any) -> Any:
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return torch.zeros_like(value) if floating else value
 
 
 def _identity(call: Call) -> Push:
@@ -389,7 +392,9 @@ def _expand(call: Call) -> Push:
 def _aligned(tangent: Tensor, rank: int) -> Tensor:
     """Insert dimensions behind the stack, so that the rest broadcasts as the primal did."""
     missing = rank + 1 - tangent.dim()
-    return tangent.reshape(len(tangent), *(1,) * missing, *tangent.shape[1:]) if missing else tangent
+    return (
+        tangent.reshape(len(tangent), *(1,) * missing, *tangent.shape[1:]) if missing else tangent
+    )
 
 
 def _weighted_sum(call: Call, weights: Sequence[Any]) -> Push:
@@ -550,7 +555,7 @@ _ELEMENTWISE = """
 """
 _LINEAR = frozenset(
     """
-    cat constant_pad_nd cumsum diagonal flip gather index index_select
+    cat cumsum diagonal flip gather index index_select
     masked_scatter mean movedim narrow repeat roll select slice split split_with_sizes squeeze stack sum
     tril triu unbind unfold unsqueeze chunk
     """.split()

@@ -71,7 +71,10 @@ def write(folder: Path, study: Study, record: dict[str, Any]) -> list[Path]:
         (folder / item.file).write_bytes(images[item.file])
         files.append(folder / item.file)
     page = _page(study, shown, images, record)
-    for name, text in {"run.json": json.dumps(record, indent=2) + "\n", "report.html": page}.items():
+    for name, text in {
+        "run.json": json.dumps(record, indent=2) + "\n",
+        "report.html": page,
+    }.items():
         (folder / name).write_text(text, encoding="utf-8")
         files.append(folder / name)
     return files
