@@ -110,7 +110,9 @@ class TransformerLensModel:
 
     # --- the model
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Any:
+    def forward(
+        self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> Any:
         """Run the bridge on token ids ``[batch, position]``."""
         options = {} if segments is None or not self._has_segments else {"token_type_ids": segments}
         return self.bridge(ids, attention_mask=mask, return_type=None, **options)
@@ -192,7 +194,9 @@ class TransformerLensModel:
         """Hooks within a block that may change what its attention computes."""
         block = self.bridge.blocks[layer]
         modules = [block.hook_in, *block.attn.modules()]
-        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
+        return sum(
+            len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules
+        )
 
     def _unhooked(self, layer: int) -> bool:
         """Whether a block has the hooks it had when the closed form was proven, so no new ones."""
@@ -243,7 +247,8 @@ class _Proof:
         model, shape = self.model, self.batch.inputs[0].shape
         self._require(x is not None and z is not None, "a hook point is not reached")
         self._require(
-            x.shape == (*shape, model.d_model), f"hook_in is {list(x.shape)}, not [batch, pos, d_model]"
+            x.shape == (*shape, model.d_model),
+            f"hook_in is {list(x.shape)}, not [batch, pos, d_model]",
         )
         self._require(
             z.shape[:2] == shape and z[0, 0].numel() == model.num_heads * model.d_head,
@@ -270,7 +275,9 @@ class _Proof:
     def _check_patterns(self) -> None:
         pattern = self.model.attention(self.batch)[self.layer].pattern.float()
         error = (pattern.sum(-1) - 1).abs().max().item()
-        self._require(error < 1e-2, f"rows of the attention pattern are off a sum of 1 by {error:.2g}")
+        self._require(
+            error < 1e-2, f"rows of the attention pattern are off a sum of 1 by {error:.2g}"
+        )
 
     def _check_closed_form(self) -> None:
         """One row of all heads against autograd."""
@@ -347,7 +354,9 @@ def load_model(
 
 def _refuse_changes(device: Any, dtype: Any) -> None:
     if device is not None or dtype is not None:
-        raise ValueError("a bridge is used as it is: move or cast it before, without device or dtype")
+        raise ValueError(
+            "a bridge is used as it is: move or cast it before, without device or dtype"
+        )
 
 
 def _demo_path() -> str:

@@ -23,7 +23,9 @@ class WordTokenizer:
     def __len__(self) -> int:
         return self.size
 
-    def __call__(self, text: str, pair: str | None = None, **options: object) -> dict[str, list[int]]:
+    def __call__(
+        self, text: str, pair: str | None = None, **options: object
+    ) -> dict[str, list[int]]:
         first = [1, *map(self._id, text.split()), 2]
         second = [] if pair is None else [*map(self._id, pair.split()), 2]
         encoded = {"input_ids": first + second}

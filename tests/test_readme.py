@@ -1,0 +1,33 @@
+"""What the README and the examples say runs as printed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["captum", "transformer_lens"])
+def test_readme_python(block: str) -> None:
+    """Each Python block of the README, and the shapes it prints."""
+    assert "torch.Size([1, " in run("-c", block)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: Path) -> None:
+    """Each example asserts something about its result."""
+    run(str(path))
+    assert "assert " in path.read_text(encoding="utf-8")

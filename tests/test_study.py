@@ -1,0 +1,572 @@
+"""The study of a corpus: what is read, what is computed, and what is written."""
+
+from __future__ import annotations
+
+import base64
+import json
+import warnings
+from collections import Counter
+from contextlib import suppress
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import WordTokenizer, tiny_bert
+from scipy import stats
+
+from captum_hta import report
+from captum_hta.contributions import contributions
+from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
+from captum_hta.study import Setting, Study, read_texts, run, shipped_pairs
+
+TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
+EXACT = Setting(n_probes=None)
+QUANTITIES = {"attention": "attention", "input": "values"}
+RECORD = {"model": "a <tiny> BERT & co", "arguments": {"data": "<none>"}, "counts": {"examples": 5}}
+FILES = {
+    "correlations.csv",
+    "relative_positions.csv",
+    "centres_of_mass.csv",
+    "layers.csv",
+    "figure1_attention_and_previous_layer.png",
+    "figure2_attention_positions.png",
+    "figure3_input_positions.png",
+    "figure4_attention_centre.png",
+    "figure5_centres.png",
+    "figure6_attention_and_input.png",
+    "run.json",
+    "report.html",
+}
+
+# --- input ----------------------------------------------------------------------------------------
+
+
+def good(text: Any) -> str | None:
+    """A check that every text passes."""
+    return None
+
+
+def lines(folder: Path, *content: bytes) -> Path:
+    """A file of these lines."""
+    path = folder / "texts.jsonl"
+    path.write_bytes(b"\n".join(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b'{"premise": "a b", "hypothesis": "c"}', ("a b", "c")),
+        (b'{"hypothesis": "c", "label": 1, "premise": "a b"}', ("a b", "c")),
+        (b'{"text": "a b"}', "a b"),
+        (b'{"text": "a b", "premise": "p", "hypothesis": "h"}', "a b"),
+        (b'\xef\xbb\xbf{"text": "a b"}', "a b"),
+        (b'  {"text": "a b"}\t\r', "a b"),
+        ('{"text": "Žluťoučký 東京 🙂"}'.encode(), "Žluťoučký 東京 🙂"),
+        (rb'{"text": "\ud83d\ude42 \u00e9"}', "🙂 é"),
+        ('{"text": "one\u2028two\u0085three"}'.encode(), "one\u2028two\u0085three"),
+        (rb'{"text": " a\nb "}', " a\nb "),
+    ],
+    ids=["pair", "order", "text", "both", "bom", "crlf", "utf-8", "escapes", "breaks", "spaces"],
+)
+def test_good_lines(tmp_path: Path, line: bytes, text: Any) -> None:
+    """A line is an example in whatever way JSON may be written."""
+    assert read_texts(lines(tmp_path, line), good) == ([text], [])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"The cat sat.", "not JSON"),
+        (b'{"text": "a"', "not JSON"),
+        (b'{"text": "a"} {"text": "b"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"1" * 5000, "not JSON"),
+        ('{"text": "é"}'.encode("latin-1"), "not UTF-8"),
+        (b'["a", "b"]', "not a JSON object but list"),
+        (b'"a"', "not a JSON object but str"),
+        (b"null", "not a JSON object but NoneType"),
+        (b"NaN", "not a JSON object but float"),
+        (b"{}", "no field 'premise'"),
+        (b'{"premise": "a"}', "no field 'hypothesis'"),
+        (b'{"hypothesis": "a"}', "no field 'premise'"),
+        (b'{"text": 3}', "field 'text' is not a string"),
+        (b'{"text": null, "premise": "a", "hypothesis": "b"}', "field 'text' is not a string"),
+        (b'{"premise": "a", "hypothesis": ["b"]}', "field 'hypothesis' is not a string"),
+        (b'{"text": ""}', "field 'text' is empty"),
+        (b'{"premise": " \\n ", "hypothesis": "b"}', "field 'premise' is empty"),
+    ],
+)
+def test_bad_lines_have_number_and_reason(tmp_path: Path, line: bytes, problem: str) -> None:
+    """They are told apart from the good ones around them; blank lines count but say nothing."""
+    path = lines(tmp_path, b'{"text": "a"}', b"", b" \t\r", line, b'{"text": "b"}', b"")
+    texts, (bad,) = read_texts(path, good)
+    assert texts == ["a", "b"]
+    assert bad.number == 4
+    assert str(bad).startswith(f"line 4: {problem}")
+
+
+def test_a_bad_line_has_one_line_number(tmp_path: Path) -> None:
+    """JSON's own "line 1" is not the line of the file, and would only confuse."""
+    (bad,) = read_texts(lines(tmp_path, b"", b"{'text': 'a'}"), good)[1]
+    assert "line 1" not in str(bad)
+
+
+def test_half_a_character_is_a_bad_line(tmp_path: Path) -> None:
+    """A lone surrogate is valid JSON but no text: tokenizers crash on it."""
+    path = lines(tmp_path, rb'{"text": "a \ud83d"}', rb'{"premise": "a", "hypothesis": "\udc00"}')
+    texts, bad = read_texts(path, good)
+    assert (texts, [line.number for line in bad]) == ([], [1, 2])
+
+
+def test_the_check_decides_about_texts(tmp_path: Path) -> None:
+    """It sees the texts of all lines that are well formed, and its words are the reason."""
+    path = lines(tmp_path, b'{"text": "a"}', b"no", b'{"text": "long"}', b'{"text": "b"}')
+    texts, bad = read_texts(path, lambda text: "too long" if len(text) > 1 else None)
+    assert texts == ["a", "b"]
+    assert [line.number for line in bad] == [2, 3]
+    assert str(bad[1]) == "line 3: too long"
+
+
+@pytest.mark.parametrize(
+    ("limit", "texts", "bad"), [(1, 1, 0), (2, 2, 1), (3, 3, 1), (9, 3, 2), (None, 3, 2)]
+)
+def test_limit_counts_good_lines(tmp_path: Path, limit: int, texts: int, bad: int) -> None:
+    """Reading stops with the last of them, so that what comes after is not complained about."""
+    line = b'{"text": "a"}'
+    found = read_texts(lines(tmp_path, line, b"bad", line, b"", line, b"bad"), good, limit)
+    assert list(map(len, found)) == [texts, bad]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\r\n \n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n"])
+def test_an_empty_file_has_no_example(tmp_path: Path, content: bytes) -> None:
+    """Nothing to read is nothing bad."""
+    assert read_texts(lines(tmp_path, content), good) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "."])
+def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    """It is an OSError, as documented."""
+    with pytest.raises(OSError, match=r"No such file|Is a directory"):
+        read_texts(tmp_path / name, good)
+
+
+def test_shipped_pairs() -> None:
+    """64 good lines, no two the same, with labels in balance."""
+    texts, bad = read_texts(shipped_pairs(), good)
+    records = [json.loads(line) for line in shipped_pairs().read_text("utf-8").splitlines()]
+    assert (len(texts), bad, len(records)) == (64, [], 64)
+    assert len(set(texts)) == len({premise for premise, _ in texts}) == 64
+    labels = Counter(record["label"] for record in records)
+    assert sorted(labels) == ["contradiction", "entailment", "neutral"]
+    assert max(labels.values()) - min(labels.values()) <= 1
+
+
+# --- the study ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> TransformerLensModel:
+    """The fixture ``bert``, once for all tests that do not change it."""
+    return load_model(tiny_bert(), tokenizer=WordTokenizer())
+
+
+@pytest.fixture(scope="module")
+def study(model: TransformerLensModel) -> Study:
+    """An exact study of five texts of different lengths."""
+    return run(model, TEXTS, EXACT)
+
+
+@pytest.fixture(scope="module")
+def singles(model: TransformerLensModel) -> list[dict[str, dict[str, np.ndarray]]]:
+    """For each text and source the values and the attention ``[layer, head, query, key]``."""
+
+    def of(text: Any, source: str) -> dict[str, np.ndarray]:
+        found = contributions(model, [text], source=source)
+        return {"values": found.values[0].numpy(), "attention": found.attention[0].numpy()}
+
+    return [{source: of(text, source) for source in ("previous_layer", "input")} for text in TEXTS]
+
+
+def row(table: pd.DataFrame, **keys: Any) -> Any:
+    """The one row of a tidy table that has these keys."""
+    chosen = table.loc[np.logical_and.reduce([table[name] == key for name, key in keys.items()])]
+    assert len(chosen) == 1
+    return chosen.iloc[0]
+
+
+def test_tables_are_tidy(study: Study) -> None:
+    """A row for each combination of keys, none twice, with the documented columns."""
+    correlations, positions = study.correlations(), study.relative_positions()
+    centres, layers = study.centres_of_mass(), study.layer_summary()
+    keys = ["source", "layer", "head"]
+    measures = ["pearson", "pearson_error", "spearman", "spearman_error"]
+    assert list(correlations) == [*keys, *measures, "rows", "rows_left_out", "examples"]
+    assert list(positions) == ["quantity", "layer", "head", "offset", "value"]
+    assert list(centres) == ["quantity", "layer", "head", "centre_of_mass"]
+    assert list(map(len, (correlations, positions, centres, layers))) == [8, 2 * 4 * 15, 8, 2]
+    assert set(positions["offset"]) == set(range(-7, 8))
+    for table, number in ((correlations, 3), (positions, 4), (centres, 3), (layers, 1)):
+        assert not table.duplicated(list(table)[:number]).any()
+        assert table.notna().all(axis=None)
+
+
+@pytest.mark.parametrize("source", ["previous_layer", "input"])
+@pytest.mark.parametrize("measure", ["pearson", "spearman"])
+def test_correlations_one_row_at_a_time(
+    study: Study, singles: list[Any], source: str, measure: str
+) -> None:
+    """Against scipy on every row of every text alone."""
+    slow, table = getattr(stats, measure + "r"), study.correlations()
+    for layer, head in np.ndindex(2, 2):
+        by_text = [
+            [
+                slow(attention, values).statistic
+                for attention, values in zip(
+                    single[source]["attention"][layer, head],
+                    single[source]["values"][layer, head],
+                    strict=True,
+                )
+            ]
+            for single in singles
+        ]
+        found = row(table, source=source, layer=layer, head=head)
+        every = np.concatenate(by_text)
+        sums = np.array([np.sum(text) - every.mean() * len(text) for text in by_text])
+        assert found[measure] == pytest.approx(every.mean(), abs=1e-10)
+        error = np.sqrt(5 / 4 * (sums**2).sum()) / len(every)
+        assert found[measure + "_error"] == pytest.approx(error, abs=1e-9)
+        assert (found["rows"], found["rows_left_out"], found["examples"]) == (len(every), 0, 5)
+
+
+@pytest.mark.parametrize("quantity", ["attention", "input"])
+def test_positions_one_pair_at_a_time(study: Study, singles: list[Any], quantity: str) -> None:
+    """Histogram and centre of mass against a loop over all pairs of tokens."""
+    positions, centres = study.relative_positions(), study.centres_of_mass()
+    for layer, head in np.ndindex(2, 2):
+        at: dict[int, list[float]] = {}
+        for single in singles:
+            values = single["input"][QUANTITIES[quantity]][layer, head]
+            for j, i in np.ndindex(values.shape):
+                at.setdefault(i - j, []).append(values[j, i])
+        mean = {offset: np.mean(values) for offset, values in at.items()}
+        keys = {"quantity": quantity, "layer": layer, "head": head}
+        for offset, value in mean.items():
+            found = row(positions, offset=offset, **keys)["value"]
+            assert found == pytest.approx(value, abs=1e-10)
+        centre = sum(o * value for o, value in mean.items()) / sum(mean.values())
+        assert row(centres, **keys)["centre_of_mass"] == pytest.approx(centre, abs=1e-10)
+
+
+def test_layer_summary_is_of_the_tables(study: Study) -> None:
+    """Medians of correlations and means of centres over heads."""
+    correlations, centres = study.correlations(), study.centres_of_mass()
+    for _, found in study.layer_summary().iterrows():
+        for source in ("previous_layer", "input"):
+            heads = correlations.query("layer == @found.layer and source == @source")
+            for measure in ("pearson", "spearman"):
+                expected = np.median(heads[measure])
+                assert found[f"{measure}_{source}_median"] == pytest.approx(expected)
+        for quantity in ("attention", "input"):
+            heads = centres.query("layer == @found.layer and quantity == @quantity")
+            expected = heads["centre_of_mass"].mean()
+            assert found[f"centre_of_mass_{quantity}"] == pytest.approx(expected)
+
+
+def test_findings_are_shares_of_heads(study: Study) -> None:
+    """Of the previous-layer contribution, at the bounds of the paper."""
+    heads = study.correlations().query("source == 'previous_layer'")
+    found = study.findings()
+    assert len(found) == 4
+    for measure, bound in (("pearson", 0.7), ("pearson", 0.85), ("spearman", 0.9)):
+        expected = sum(heads[measure] > bound) / 4
+        assert found[f"share_of_heads_{measure}_over_{bound}"] == expected
+
+
+def test_findings_of_a_single_example(model: TransformerLensModel) -> None:
+    """One example has correlations, so shares of heads, though no standard error."""
+    found = run(model, TEXTS[:1], EXACT)
+    heads = found.correlations().query("source == 'previous_layer'")
+    assert heads["pearson"].notna().all()
+    expected = (heads["pearson"] > 0.7).mean()
+    assert found.findings()["share_of_heads_pearson_over_0.7"] == expected
+
+
+@pytest.mark.parametrize("n_probes", [None, 3])
+def test_the_order_of_the_texts_does_not_matter(
+    model: TransformerLensModel, n_probes: int | None
+) -> None:
+    """Neither for exact numbers nor for estimates."""
+    orders = TEXTS, [TEXTS[i] for i in (3, 1, 4, 0, 2)]
+    first, second = (run(model, texts, Setting(n_probes=n_probes)) for texts in orders)
+    for table in ("correlations", "relative_positions", "centres_of_mass", "layer_summary"):
+        tables = [getattr(found, table)() for found in (first, second)]
+        pd.testing.assert_frame_equal(*tables, check_exact=False, rtol=0, atol=1e-9)
+        for column in tables[0].filter(regex="^(pearson|spearman|value|centre).*(?<!error)$"):
+            np.testing.assert_allclose(*(t[column] for t in tables), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("texts", [TEXTS, TEXTS[:1], ["dogs bark"] * 9])
+def test_progress_adds_up(model: TransformerLensModel, texts: list[Any]) -> None:
+    """A step for each text, the whole being 1."""
+    steps: list[float] = []
+    run(model, texts, EXACT, steps.append)
+    assert len(steps) == len(texts)
+    assert min(steps) > 0
+    assert sum(steps) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("layers", [[1], [-1]])
+def test_layers_restrict(bert: TransformerLensModel, study: Study, layers: list[int]) -> None:
+    """The numbers of the layer are those it has among all layers."""
+    found = run(bert, TEXTS, Setting(layers=layers, n_probes=None))
+    for name in ("correlations", "relative_positions", "centres_of_mass", "layer_summary"):
+        every = getattr(study, name)().query("layer == 1").reset_index(drop=True)
+        pd.testing.assert_frame_equal(getattr(found, name)(), every, rtol=0, atol=1e-9)
+
+
+def test_setting_reaches_the_contributions(model: TransformerLensModel, study: Study) -> None:
+    """Norm and scaling change the numbers as they change the contributions."""
+    setting = Setting(n_probes=None, norm="sum", multiply_by_inputs=True)
+    found = run(model, TEXTS[:1], setting).centres_of_mass()
+    one = contributions(model, TEXTS[:1], norm="sum", multiply_by_inputs=True)
+    diagonals = [one.values[0].diagonal(o, -2, -1).mean(-1) for o in range(-6, 7)]
+    histogram = torch.stack(diagonals, -1)
+    centre = (histogram * torch.arange(-6, 7)).sum(-1) / histogram.sum(-1)
+    inputs = found.query("quantity == 'input'")["centre_of_mass"]
+    np.testing.assert_allclose(inputs, centre.ravel(), atol=1e-10)
+
+
+def test_study_counts_tokens_and_ways(study: Study) -> None:
+    """How long the texts were, and how the contributions were found."""
+    assert sorted(study.tokens) == [4, 6, 6, 7, 8]
+    assert {way.split(":")[0] for way in study.plans} == {"previous_layer", "input"}
+    assert "previous_layer: closed form" in study.plans
+
+
+def test_exact_studies_have_no_probe_error(study: Study) -> None:
+    """There is nothing to say, so nothing is said."""
+    assert study.probe_errors() is None
+
+
+def test_probe_errors_are_those_of_the_contributions(model: TransformerLensModel) -> None:
+    """Mean and largest standard error over all entries, falling with more probes."""
+    few, many = (run(model, TEXTS, Setting(n_probes=n)).probe_errors() for n in (2, 6))
+    alone = [contributions(model, [text], n_probes=2).standard_error.ravel() for text in TEXTS]
+    errors = torch.cat(alone)
+    assert few == pytest.approx({"mean": errors.mean().item(), "largest": errors.max().item()})
+    assert 0 < many["mean"] < few["mean"] < few["largest"]
+
+
+def test_tolerance_bounds_the_largest_error(model: TransformerLensModel) -> None:
+    """Probes are added until it holds."""
+    found = run(model, TEXTS[:2], Setting(n_probes=2, tolerance=0.02)).probe_errors()
+    assert found["largest"] <= 0.02
+
+
+def test_the_seed_decides_about_probes(model: TransformerLensModel) -> None:
+    """Equal seeds give equal tables, others do not."""
+    first, same, other = (
+        run(model, TEXTS[:2], Setting(n_probes=2, seed=seed)).correlations() for seed in (1, 1, 2)
+    )
+    assert first.equals(same)
+    assert not first.equals(other)
+
+
+def test_no_text_is_an_error(model: TransformerLensModel) -> None:
+    """It says so."""
+    with pytest.raises(ValueError, match="no text"):
+        run(model, [], EXACT)
+
+
+def test_a_long_text_is_named_before_the_work_begins(model: TransformerLensModel) -> None:
+    """By its place among the texts of the study, whatever group it is in."""
+    steps: list[float] = []
+    with pytest.raises(ValueError, match=r"text 2 has 52 tokens.* at most 40"):
+        run(model, ["a b", "c", " ".join("a" * 50), "d"], EXACT, steps.append)
+    assert steps == []
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Reads a page, and notes what does not belong."""
+
+    VOID = ("meta", "img", "br", "hr", "link")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.cells: list[str] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what is opened and what is linked."""
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
+        if tag == "img":
+            self.images.append(dict(attrs))
+
+    def handle_endtag(self, tag: str) -> None:
+        """Close what was opened last."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Note the words."""
+        self.words += data
+        if self.open and self.open[-1] == "td":
+            self.cells.append(data)
+
+
+def written(folder: Path, study: Study, record: dict[str, Any] = RECORD) -> list[Path]:
+    """Write the report; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return report.write(folder, study, record)
+
+
+def strict_json(path: Path) -> dict[str, Any]:
+    """Read JSON that has no NaN and no infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(path.read_text("utf-8"), parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def folder(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the exact study."""
+    path = tmp_path_factory.mktemp("reports") / "new" / "folder"
+    written(path, study)
+    return path
+
+
+def test_all_files_are_written(study: Study, folder: Path) -> None:
+    """And returned; a second run into the same folder replaces them."""
+    again = written(folder, study)
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert set(again) == set(folder.iterdir())
+    assert len(again) == len(FILES)
+    assert all(path.stat().st_size > 0 for path in again)
+
+
+def test_tables_are_read_back(study: Study, folder: Path) -> None:
+    """What is in the files is what the study says."""
+    for file, name in (
+        ("correlations", "correlations"),
+        ("relative_positions", "relative_positions"),
+        ("centres_of_mass", "centres_of_mass"),
+        ("layers", "layer_summary"),
+    ):
+        found = pd.read_csv(folder / f"{file}.csv")
+        expected = getattr(study, name)()
+        pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=0, atol=1e-14)
+
+
+def test_run_record(study: Study, folder: Path) -> None:
+    """The record that was given, with findings, versions and ways; the one given is not changed."""
+    found = strict_json(folder / "run.json")
+    assert {name: found[name] for name in RECORD} == RECORD
+    assert set(RECORD) == {"model", "arguments", "counts"}
+    assert found["findings"] == study.findings()
+    assert found["input_standard_error"] is None
+    assert found["ways"] == study.plans
+    assert {"python", "torch", "captum-hta"} <= set(found["versions"])
+
+
+def test_the_page_stands_alone(folder: Path) -> None:
+    """Its tags match, its images are within it and have words, and it points nowhere."""
+    text = (folder / "report.html").read_text("utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert len(page.images) == 6
+    for image in page.images:
+        assert (image["alt"] or "").strip()
+        kind, _, data = (image["src"] or "").partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data, validate=True).startswith(b"\x89PNG")
+    assert all(link.startswith("data:") for link in page.links)
+    assert not any(sign in text for sign in ("http:", "https:", "url(", "@import", "<script"))
+
+
+def test_the_page_shows_the_figures_and_numbers(study: Study, folder: Path) -> None:
+    """The images are those of the folder, and the table that of the layers."""
+    page = Page((folder / "report.html").read_text("utf-8"))
+    pictures = sorted(folder.glob("*.png"))
+    for image, path in zip(page.images, pictures, strict=True):
+        assert base64.b64decode((image["src"] or "").partition(",")[2]) == path.read_bytes()
+    expected = study.layer_summary().to_numpy().ravel()
+    np.testing.assert_allclose([float(cell) for cell in page.cells], expected, atol=5.1e-4)
+    assert RECORD["model"] in page.words
+    assert "exact" in page.words
+
+
+@pytest.mark.parametrize(
+    ("texts", "n_probes"),
+    [
+        (["a b c d"], None),
+        (["a b c d"], 4),
+        (["a"], None),
+        ([""], None),
+        (["", ""], 4),
+        (["", "a b c"], None),
+    ],
+    ids=["single", "single-probes", "three-tokens", "two-tokens", "twice", "mixed"],
+)
+def test_small_studies_are_reported(
+    model: TransformerLensModel, tmp_path: Path, texts: list[str], n_probes: int | None
+) -> None:
+    """Undefined correlations and errors are no reason to fail or to warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run(model, texts, Setting(n_probes=n_probes))
+        found.layer_summary()
+    assert {path.name for path in written(tmp_path, found)} == FILES
+    strict_json(tmp_path / "run.json")
+    page = Page((tmp_path / "report.html").read_text("utf-8"))
+    assert page.open == []
+    assert "nan" not in page.words.lower().split("run")[0]
+
+
+def test_small_studies_have_all_columns(model: TransformerLensModel, study: Study) -> None:
+    """Of two-token texts too, so that who reads the tables finds what is documented."""
+    found = run(model, ["", ""], EXACT)
+    assert found.correlations()["rows"].tolist() == [0] * 8
+    assert found.correlations()["rows_left_out"].tolist() == [4] * 8
+    assert list(found.layer_summary()) == list(study.layer_summary())
+
+
+def test_the_page_tells_the_standard_error(model: TransformerLensModel, tmp_path: Path) -> None:
+    """Estimates are called so, with their error."""
+    found = run(model, TEXTS[:2], Setting(n_probes=2))
+    written(tmp_path, found)
+    words = Page((tmp_path / "report.html").read_text("utf-8")).words
+    assert f"{found.probe_errors()['mean']:.4f}" in words
+    assert f"{found.probe_errors()['largest']:.4f}" in words
+    assert strict_json(tmp_path / "run.json")["input_standard_error"] == found.probe_errors()
+
+
+def test_one_probe_is_not_called_exact(model: TransformerLensModel, tmp_path: Path) -> None:
+    """It has no standard error, which is not an error of zero; refusing it is right too."""
+    page = tmp_path / "report.html"
+    with suppress(ValueError):
+        written(tmp_path, run(model, TEXTS[:2], Setting(n_probes=1)))
+    assert not page.exists() or "are exact" not in page.read_text("utf-8")
+
+
+def test_a_file_in_the_way_of_the_folder(study: Study, tmp_path: Path) -> None:
+    """It is an OSError, as documented."""
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(OSError, match="taken"):
+        report.write(tmp_path / "taken", study, RECORD)
