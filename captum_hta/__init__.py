@@ -1,4 +1,4 @@
-"""Hidden Token Attribution for transformers: how much of each token is in each attention head's output."""
+"""Hidden Token Attribution: how much of each token is in what each attention head of a transformer says."""
 
 from captum_hta.attribution import HiddenTokenAttribution
 from captum_hta.contributions import Contributions, contributions

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from captum_hta.norms import accumulation_dtype
-from captum_hta.plan import memory_budget
+from captum_hta.plan import CACHE, memory_budget
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,19 @@ def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = Fal
 
 
 def _parts(factors: AttentionFactors, scaled: bool) -> Iterator[tuple[slice, slice]]:
-    """Parts of the batch and of the heads whose intermediate results fit the memory budget."""
+    """Parts of the batch and of the heads whose intermediate results fit the caches of a CPU, or the
+    memory budget of a device.
+    """
     batch, heads, tokens, width = factors.query.shape
     per_head = tokens * (4 * width**2 + 6 * tokens)
     if factors.norm is not None or factors.key_map is not None or scaled:
         per_head += 6 * tokens * width**2
     if scaled:
         per_head += 6 * tokens * width * factors.x.shape[-1]
-    fit = max(1, int(memory_budget(factors.x.device) // (8 * per_head)))
+    limit = memory_budget(factors.x.device)
+    if factors.x.device.type == "cpu":
+        limit = min(limit, CACHE)
+    fit = max(1, int(limit // (factors.x.element_size() * per_head)))
     head_step = min(heads, fit)
     row_step = max(1, fit // heads)
     for row in range(0, batch, row_step):
@@ -134,9 +139,7 @@ def _parts(factors: AttentionFactors, scaled: bool) -> Iterator[tuple[slice, sli
             yield slice(row, row + row_step), slice(head, head + head_step)
 
 
-def _part(
-    factors: AttentionFactors, rows: slice, heads: slice, dtype: torch.dtype
-) -> AttentionFactors:
+def _part(factors: AttentionFactors, rows: slice, heads: slice, dtype: torch.dtype) -> AttentionFactors:
     def cut(value: Tensor | None) -> Tensor | None:
         if value is None:
             return None
@@ -223,7 +226,8 @@ def _normed_products(weights: dict[str, Tensor], norm: TokenNorm) -> dict[str, T
 
 def _scaled_rows(weight: Tensor, factors: AttentionFactors) -> Tensor:
     """The Jacobian of one projection with column ``d`` scaled by ``x[d]``: ``[batch, head, token, d_head,
-    width]``."""
+    width]``.
+    """
     norm = factors.norm
     if norm is None:
         return weight[None, :, None] * factors.x[:, None, :, None]
@@ -239,13 +243,12 @@ def _scaled_rows(weight: Tensor, factors: AttentionFactors) -> Tensor:
 
 
 def _energies(factors: AttentionFactors, grams: _Grams) -> Tensor:
-    a, q, k, v, s = factors.pattern, factors.query, factors.key, factors.value, factors.scale
+    a, q, v, s = factors.pattern, factors.query, factors.value, factors.scale
     o = a @ v
-    distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist").square()
-    pulled = (grams.gk.mT @ v[..., None]).squeeze(-1)  # K_i G_i^T v_i
-    cross = q @ pulled.mT - _forms(o, grams.gk, q)
-    energy = grams.gg[..., None, :] + 2 * s * cross + s**2 * distance * _forms(q, grams.kk, q)
-    energy = energy * a.square()
+    distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist").square_()
+    cross = q @ _apply(grams.gk.mT, v).mT - _forms(o, grams.gk, q)
+    energy = distance.mul_(_forms(q, grams.kk, q)).mul_(s**2)
+    energy.add_(cross, alpha=2 * s).add_(grams.gg[..., None, :]).mul_(a).mul_(a)
     energy.diagonal(dim1=-2, dim2=-1).add_(_own_token(factors, grams, o))
     return energy.clamp_min_(0)
 
@@ -253,14 +256,48 @@ def _energies(factors: AttentionFactors, grams: _Grams) -> Tensor:
 def _own_token(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
     """What the query of a token adds to the energy of its own input: ``[batch, head, token]``."""
     a, q, k, v, s = factors.pattern, factors.query, factors.key, factors.value, factors.scale
-    outer = (v[..., :, None] * k[..., None, :]).flatten(-2)
-    moment = (a @ outer).unflatten(-1, (v.shape[-1], -1)) - o[..., :, None] * (a @ k)[..., None, :]
+    moment = _moment(a, k, v, o)
     own = a.diagonal(dim1=-2, dim2=-1)
-    by_query = ((moment @ grams.qq) * moment).sum((-2, -1))
-    by_value = (moment * grams.gq).sum((-2, -1))
-    turned = (grams.kq.mT @ q[..., None]).squeeze(-1)  # Q_j K_j^T q_j
-    by_key = ((v - o)[..., None, :] @ moment @ turned[..., None]).flatten(-3)
+    by_query = _inner(_times(moment, grams.qq), moment)
+    by_value = _inner(moment, grams.gq)
+    by_key = ((v - o)[..., None, :] @ moment @ _apply(grams.kq.mT, q)[..., None]).flatten(-3)
     return s**2 * by_query + 2 * s * own * (by_value + s * by_key)
+
+
+def _moment(a: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    """``M_j``, ``[batch, head, token, d_head, d_head]``: the covariance of values and keys under a row
+    of the pattern.
+    """
+    width = v.shape[-1]
+    outer = (v[..., :, None] * k[..., None, :]).flatten(-2)
+    moment = (a @ outer).view(-1, width, width)
+    means = o.reshape(-1, width, 1), (a @ k).view(-1, 1, width)
+    return moment.baddbmm_(*means, alpha=-1).view(*o.shape[:3], width, width)
+
+
+# A matrix with a token axis of one is the same for all tokens: tokens are then rows of one product.
+
+
+def _apply(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """``matrix_i vectors_i``: ``[batch, head, token, d_head]``."""
+    if matrix.shape[2] == 1:
+        return vectors @ matrix.squeeze(2).mT
+    return (matrix @ vectors[..., None]).squeeze(-1)
+
+
+def _times(left: Tensor, right: Tensor) -> Tensor:
+    """``left_i right_i``: ``[batch, head, token, d_head, d_head]``."""
+    if right.shape[2] == 1:
+        return (left.flatten(2, 3) @ right.squeeze(2)).view_as(left)
+    return left @ right
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    """The Frobenius inner product of ``left_i`` and ``right_i``: ``[batch, head, token]``."""
+    left, right = left.flatten(-2), right.flatten(-2)
+    if right.shape[2] == 1:
+        return (left @ right.mT).squeeze(-1)
+    return (left[..., None, :] @ right[..., :, None]).flatten(-3)
 
 
 def _forms(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:

@@ -99,6 +99,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
 
     @property
     def multiplies_by_inputs(self) -> bool:
+        """Whether columns of the Jacobians are scaled by the inputs."""
         return self._multiply_by_inputs
 
     @log_usage(part_of_slo=True)
@@ -115,6 +116,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
         show_progress: bool = False,
         return_standard_error: bool = False,
         way: str | None = None,
+        precision: str = "highest",
     ) -> Any:
         r"""Attribute the target to the source.
 
@@ -143,6 +145,9 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
             return_standard_error (bool, optional): Return ``(contributions, standard_errors)``. Exact
                 contributions have a standard error of zero. Default: ``False``.
             way (str, optional): Force ``"forward"`` or ``"reverse"``. Default: ``None``.
+            precision (str, optional): Precision of float32 matrix products, ``"highest"``, ``"high"`` or
+                ``"medium"`` as in ``torch.set_float32_matmul_precision``, restored afterwards. Lower
+                ones are faster where the processor has units for them. Default: ``"highest"``.
 
         Returns:
             *Tensor* ``[batch, head, query, key]`` of contributions: rows sum to 1, or are zero where
@@ -181,13 +186,12 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
                     tolerance=tolerance,
                     keys=[(seed,)] * len(range(len(inputs[0]))[rows]),
                     way=way,
+                    precision=precision,
                     chunk=internal_batch_size and max(internal_batch_size // len(inputs[0]), 1),
                     progress=_bar(bars) if show_progress else None,
                 )
                 answers.append(answer(passage, question))
-        return self._formatted(
-            answers, is_tuple and self.source_layer is None, return_standard_error
-        )
+        return self._formatted(answers, is_tuple and self.source_layer is None, return_standard_error)
 
     def _formatted(self, answers: list[Answer], is_tuple: bool, with_error: bool) -> Any:
         """Contributions, and standard errors if asked for, in the form of the inputs and layers."""
@@ -279,9 +283,7 @@ def _check_setting(
 def _check_inputs(inputs: tuple[Any, ...], source_layer: Module | None) -> None:
     for value in inputs:
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"inputs must be a tensor or a tuple of tensors, got {type(value).__name__}"
-            )
+            raise TypeError(f"inputs must be a tensor or a tuple of tensors, got {type(value).__name__}")
     if not inputs or inputs[0].dim() == 0 or len(inputs[0]) == 0:
         raise ValueError("inputs hold no example")
     if source_layer is not None:

@@ -59,9 +59,7 @@ Tolerance = Annotated[
     float | None,
     typer.Option(help="Add probes until every standard error is at most this.", min=1e-9),
 ]
-Exact = Annotated[
-    bool, typer.Option("--exact", help="No probes: every direction of every token. Slower.")
-]
+Exact = Annotated[bool, typer.Option("--exact", help="No probes: every direction of every token. Slower.")]
 TimesInputs = Annotated[
     bool, typer.Option("--multiply-by-inputs", help="Weigh each Jacobian by its input vector.")
 ]
@@ -135,8 +133,7 @@ def explain(
             for source in study.SOURCES
         }  # fmt: skip
     heads = [
-        _most_different(results["input"], index) if head is None else head
-        for index in range(len(chosen))
+        _most_different(results["input"], index) if head is None else head for index in range(len(chosen))
     ]
     for index, (layer, number) in enumerate(zip(chosen, heads, strict=True)):
         _print_head(results, index, layer, number, top)
@@ -162,13 +159,9 @@ def _most_different(result: Contributions, index: int) -> int:
     return int(distance.argmax())
 
 
-def _print_head(
-    results: dict[str, Contributions], index: int, layer: int, head: int, top: int
-) -> None:
+def _print_head(results: dict[str, Contributions], index: int, layer: int, head: int, top: int) -> None:
     tokens = results["input"].tokens[0]
-    table = Table(
-        title=f"Layer {layer}, head {head}: strongest source tokens", title_justify="left"
-    )
+    table = Table(title=f"Layer {layer}, head {head}: strongest source tokens", title_justify="left")
     table.add_column("#", justify="right", style="dim")
     table.add_column("query", style="bold")
     columns = {
@@ -187,9 +180,7 @@ def _print_head(
 def _strongest(row: torch.Tensor, tokens: list[str], top: int) -> str:
     values, keys = row.topk(min(top, len(tokens)))
     return _plain(
-        ", ".join(
-            f"{tokens[key]} {100 * value:.0f}%" for key, value in zip(keys, values, strict=True)
-        )
+        ", ".join(f"{tokens[key]} {100 * value:.0f}%" for key, value in zip(keys, values, strict=True))
     )
 
 
@@ -210,9 +201,7 @@ def run_study(
             "with the package."
         ),
     ] = None,
-    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path(
-        "hta-study"
-    ),
+    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("hta-study"),
     limit: Annotated[int | None, typer.Option(help="Read only this many examples.", min=1)] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at a bad line.")] = False,
     layers: Layers = None,
@@ -283,21 +272,15 @@ def _texts(
     for line in bad:
         err.print(f"{path.name}, {line}", markup=False)
     if bad and strict:
-        raise UserError(
-            f"{_count(len(bad), 'bad line')} in {path}; without --strict they are skipped"
-        )
+        raise UserError(f"{_count(len(bad), 'bad line')} in {path}; without --strict they are skipped")
     if not texts:
-        raise UserError(
-            f'{path} has no example: each line is a JSON object with "premise" and "hypothesis"'
-        )
+        raise UserError(f'{path} has no example: each line is a JSON object with "premise" and "hypothesis"')
     return texts, bad
 
 
 def _print_study(found: study.Study, model: Model, output: Path, bad: list[study.BadLine]) -> None:
     summary = found.layer_summary()
-    table = Table(
-        title=f"{model.name}: medians over heads, correlation with attention", title_justify="left"
-    )
+    table = Table(title=f"{model.name}: medians over heads, correlation with attention", title_justify="left")
     names = {
         "layer": "layer",
         "pearson_previous_layer_median": "previous layer, Pearson",
@@ -355,9 +338,7 @@ def _layers(spec: str | None, model: Model) -> list[int]:
         found.extend(_layer_range(part.strip(), spec))
     outside = [layer for layer in found if not -model.num_layers <= layer < model.num_layers]
     if outside:
-        raise UserError(
-            f"--layers names {outside[0]}, but {model.name} has 0 to {model.num_layers - 1}"
-        )
+        raise UserError(f"--layers names {outside[0]}, but {model.name} has 0 to {model.num_layers - 1}")
     return sorted({layer % model.num_layers for layer in found})
 
 
@@ -367,9 +348,7 @@ def _layer_range(part: str, spec: str) -> range:
         start = int(first)
         stop = int(last) if dash else start
     except ValueError:
-        raise UserError(
-            f'--layers {spec!r} is no list of layers: write "0,3", "2-4" or "-1"'
-        ) from None
+        raise UserError(f'--layers {spec!r} is no list of layers: write "0,3", "2-4" or "-1"') from None
     if stop < start:
         raise UserError(f"--layers {spec!r} runs backwards")
     return range(start, stop + 1)
@@ -395,14 +374,10 @@ def _check_folder(path: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(
-            f"the folder {path} cannot be written: {error.strerror or error}"
-        ) from error
+        raise UserError(f"the folder {path} cannot be written: {error.strerror or error}") from error
 
 
-def _probes(
-    probes: int | None, tolerance: float | None, exact: bool, norm: str, default: int
-) -> int | None:
+def _probes(probes: int | None, tolerance: float | None, exact: bool, norm: str, default: int) -> int | None:
     if exact and (probes is not None or tolerance is not None):
         raise UserError("--exact takes no probes: leave out --probes and --tolerance")
     if exact or (norm == "spectral" and probes is None):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from captum_hta.attention_jacobian import attention_energies
 from captum_hta.forward_pass import ForwardPass
-from captum_hta.jacobian import Question, answer
+from captum_hta.jacobian import Question, answer, matmul_precision
 from captum_hta.model import Attention, Batch, Encoding, Model, Text
 from captum_hta.norms import NORMS, Energy, shares
 from captum_hta.plan import Plan
@@ -79,6 +79,7 @@ class _Setting:
     tolerance: float | None
     seed: int
     way: str | None
+    precision: str
 
     def entry(self, layer: int) -> int:
         """The block that the source of a layer's target enters."""
@@ -100,6 +101,7 @@ def contributions(
     seed: int = 0,
     show_progress: bool = False,
     way: str | None = None,
+    precision: str = "highest",
 ) -> Contributions:
     r"""How much of each token is in each head's output, or in each hidden embedding.
 
@@ -123,6 +125,8 @@ def contributions(
         seed: Seed of the probes.
         show_progress: Show a progress bar.
         way: Force one of :data:`captum_hta.plan.WAYS`. Default: ``None``, the cheapest.
+        precision: Precision of float32 matrix products: ``"highest"``, ``"high"`` or ``"medium"``, as in
+            ``torch.set_float32_matmul_precision``.
 
     Returns:
         The contributions, the model's attention and the tokens.
@@ -144,14 +148,12 @@ def contributions(
     texts = _checked_texts(texts)
     setting = _Setting(
         source, target, _layers(model, layers, source), norm, multiply_by_inputs,
-        n_probes, tolerance, seed, way,
+        n_probes, tolerance, seed, way, precision,
     )  # fmt: skip
     _check(model, setting)
     encodings = [_encode(model, text, number) for number, text in enumerate(texts)]
     collected = _Collected(model, encodings, setting)
-    with (
-        progress(desc="Contributions", total=len(texts)) if show_progress else NullProgress() as bar
-    ):
+    with progress(desc="Contributions", total=len(texts)) if show_progress else NullProgress() as bar:
         for rows in batches([len(encoding) for encoding in encodings]):
             collected.add(rows, model.batch([encodings[row] for row in rows]))
             bar.update(len(rows))
@@ -160,7 +162,8 @@ def contributions(
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Group sequences of like lengths, the shortest first: at most :data:`BATCH_TOKENS` positions, of
-    which at most :data:`PADDING_SHARE` are padding."""
+    which at most :data:`PADDING_SHARE` are padding.
+    """
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
         positions = (len(rows) + 1) * lengths[row]
@@ -190,9 +193,7 @@ class _Collected:
 
     def add(self, rows: list[int], batch: Batch) -> None:
         attention = self.model.attention(batch)
-        estimates, plans = _batch_energies(
-            self.model, batch, attention, self._keys(rows), self.setting
-        )
+        estimates, plans = _batch_energies(self.model, batch, attention, self._keys(rows), self.setting)
         self.plans.extend(plans)
         for index, (layer, energy) in enumerate(zip(self.setting.layers, estimates, strict=True)):
             values, errors = shares(_real(energy, batch.mask))
@@ -227,9 +228,7 @@ class _Collected:
 
 
 def _fingerprint(encoding: Encoding) -> int:
-    digest = hashlib.blake2b(
-        repr((encoding.ids, encoding.segments)).encode(), digest_size=8
-    ).digest()
+    digest = hashlib.blake2b(repr((encoding.ids, encoding.segments)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -279,6 +278,7 @@ def _question(model: Model, keys: list[tuple[int, ...]], setting: _Setting) -> Q
         tolerance=setting.tolerance,
         keys=keys,
         way=setting.way,
+        precision=setting.precision,
     )
 
 
@@ -300,7 +300,7 @@ def _has_closed_form(attention: list[Attention], setting: _Setting) -> bool:
 
 def _closed_form(attention: list[Attention], setting: _Setting) -> tuple[list[Energy], list[Plan]]:
     factors = [attention[layer].factors for layer in setting.layers]
-    with torch.inference_mode():
+    with torch.inference_mode(), matmul_precision(setting.precision):
         energies = [attention_energies(factor, setting.multiply_by_inputs) for factor in factors]
     flops = sum(factor.flops() for factor in factors)
     memory = sum(energy.numel() * energy.element_size() for energy in energies)
@@ -317,11 +317,7 @@ def _checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
     if not texts:
         raise ValueError("there is no text: pass a list of strings, or of pairs of strings")
     for number, text in enumerate(texts):
-        pair = (
-            isinstance(text, tuple | list)
-            and len(text) == 2
-            and all(isinstance(t, str) for t in text)
-        )
+        pair = isinstance(text, tuple | list) and len(text) == 2 and all(isinstance(t, str) for t in text)
         if not isinstance(text, str) and not pair:
             raise TypeError(f"text {number} must be a string or a pair of strings, got {text!r}")
     return [text if isinstance(text, str) else tuple(text) for text in texts]
@@ -356,12 +352,8 @@ def _check(model: Model, setting: _Setting) -> None:
     source = setting.source
     if isinstance(source, str) and source not in ("input", "previous_layer"):
         raise ValueError(f"source must be 'input', 'previous_layer' or an int, got {source!r}")
-    if not isinstance(source, str) and not (
-        isinstance(source, int) and 0 <= source < model.num_layers
-    ):
-        raise ValueError(
-            f"source {source!r} is no block: {model.name} has 0 to {model.num_layers - 1}"
-        )
+    if not isinstance(source, str) and not (isinstance(source, int) and 0 <= source < model.num_layers):
+        raise ValueError(f"source {source!r} is no block: {model.name} has 0 to {model.num_layers - 1}")
     if isinstance(source, int) and min(setting.layers) < source:
         raise ValueError(f"layer {min(setting.layers)} comes before the source, block {source}")
     if setting.target not in TARGETS:

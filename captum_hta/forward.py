@@ -71,6 +71,7 @@ class Columns:
             self._gram[token] = gram
 
     def energy(self) -> Energy:
+        """The sums of all source tokens, ``[batch, head, query, key]``."""
         return Energy(torch.stack(self.sums, dim=-1))
 
 
@@ -105,16 +106,12 @@ def sweep(
         with torch.no_grad():
             for target, tangent in _every_target(derivative, variable, tangents):
                 number = index[target]
-                stack = tangent.reshape(
-                    len(tokens), -1, *tangent.shape[1:3], tangent[0, 0, 0].numel()
-                )
+                stack = tangent.reshape(len(tokens), -1, *tangent.shape[1:3], tangent[0, 0, 0].numel())
                 columns[number].add(tokens.start, request.select(stack, number), last_part)
         request.advance(len(tangents))
 
 
-def _every_target(
-    derivative: Linearization, variable: int, tangents: Tensor
-) -> Iterator[tuple[int, Tensor]]:
+def _every_target(derivative: Linearization, variable: int, tangents: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The tangents of all targets, zero for those that this source does not reach."""
     missing = set(derivative.targets)
     for target, tangent in derivative.push({variable: tangents}):

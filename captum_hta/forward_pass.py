@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class ForwardPass:
         """The derivative of the targets, and the values of sources and targets.
 
         Raises:
-            NotLinearizable: If an operator on the way has no forward derivative.
+            NotLinearizableError: If an operator on the way has no forward derivative.
             NoPathError: If no source reaches a target.
             ValueError: As :meth:`differentiable`, and if a dropout is active.
         """
@@ -123,10 +123,8 @@ class ForwardPass:
                 hooks.callback(self._hook_source(enter, source_seen).remove)
             for layer in dict.fromkeys(self.layers):
                 hooks.callback(self._hook_target(layer, found, source_seen).remove)
-            try:
+            with suppress(_LastTarget):
                 self.forward_func(*inputs, *extra)
-            except _LastTarget:
-                pass
         for layer in self.layers:
             if layer not in found:
                 raise ValueError(
@@ -150,9 +148,7 @@ class ForwardPass:
 
         return self.source.register_forward_hook(hook)
 
-    def _hook_target(
-        self, layer: Module, found: dict[Module, Tensor], source_seen: list[bool]
-    ) -> Any:
+    def _hook_target(self, layer: Module, found: dict[Module, Tensor], source_seen: list[bool]) -> Any:
         def keep(module: Module, value: Any) -> None:
             what = f"the {'input' if self.at_input else 'output'} of {self.name(module)}"
             if not source_seen:
@@ -181,11 +177,40 @@ class ForwardPass:
         return f"module {type(module).__name__}"
 
     def no_path(self, layer: Module) -> NoPathError:
+        """The error that no source reaches the target of a layer."""
         source = "the inputs" if self.source is None else self.name(self.source)
         return NoPathError(
             f"no path leads from {source} to {self.name(layer)}: choose a source that the target is "
             "computed from"
         )
+
+
+def observed(modules: dict[str, Module], run: Callable[[], Any]) -> dict[str, Tensor]:
+    """The outputs of modules in a forward pass, which ends as soon as all are there.
+
+    Args:
+        modules: Modules whose outputs are tensors, by name. Their order does not matter.
+        run: Runs the model.
+
+    Returns:
+        For each module that was called its last output, detached.
+    """
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: Module, args: Any, out: Tensor) -> None:
+            found[name] = out.detach()
+            if len(found) == len(modules):
+                raise _LastTarget
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.callback(module.register_forward_hook(keep(name)).remove)
+        with suppress(_LastTarget), torch.inference_mode():
+            run()
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -196,11 +221,7 @@ def _plain(value: Any) -> Any:
 def _only_tensor(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    tensors = (
-        [item for item in value if isinstance(item, Tensor)]
-        if isinstance(value, tuple | list)
-        else []
-    )
+    tensors = [item for item in value if isinstance(item, Tensor)] if isinstance(value, tuple | list) else []
     floats = [item for item in tensors if item.is_floating_point()]
     if len(floats) == 1:
         return floats[0]

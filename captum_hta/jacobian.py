@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from captum_hta.forward import forward_energies
 from captum_hta.forward_pass import ForwardPass
-from captum_hta.linearization import Linearization, NotLinearizable
+from captum_hta.linearization import Linearization, NotLinearizableError
 from captum_hta.norms import Energy, joined
 from captum_hta.plan import Plan, Work, plan
 from captum_hta.probes import FIRST_PROBES, probe_energies
@@ -20,6 +21,7 @@ from captum_hta.request import Request, joined_heads, query_positions
 from captum_hta.reverse import reverse_energies
 
 logger = logging.getLogger(__name__)
+PRECISIONS = ("highest", "high", "medium")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Question:
         keys: For each example the integers that name its stream of probes.
         way: Force a way of :data:`captum_hta.plan.WAYS`.
         chunk: Force the number of tangents or cotangents carried at once.
+        precision: Of the matrix products, as ``torch.set_float32_matmul_precision`` takes it.
         progress: Called with the number of tangents in all, gives what to call with those done.
     """
 
@@ -48,10 +51,12 @@ class Question:
     keys: Sequence[tuple[int, ...]] = ((0,),)
     way: str | None = None
     chunk: int | None = None
+    precision: str = "highest"
     progress: Callable[[int], Callable[[int], object]] | None = None
 
     @property
     def estimated(self) -> bool:
+        """Whether probes are asked for."""
         return self.n_probes is not None or self.tolerance is not None
 
 
@@ -82,29 +87,56 @@ def answer(passage: ForwardPass, question: Question) -> Answer:
     """
     try:
         derivative, sources, targets = passage.linearize()
-    except NotLinearizable as error:
+    except NotLinearizableError as error:
         return _without_derivative(passage, question, error)
     request, split = _request(passage, question, targets)
     work = _work(derivative, sources, targets, request, question)
     chosen = plan(work, question.way, question.chunk)
     logger.info("%s", chosen)
     request = replace(request, advance=_advance(question, work, chosen))
-    if chosen.way == "reverse":
-        del derivative
-        energies = reverse_energies(passage, request, chosen.chunk)
-    elif chosen.way == "forward":
-        energies = forward_energies(derivative, sources, request, chosen.chunk)
-    else:
-        energies = probe_energies(
-            derivative,
-            sources,
-            request,
-            chosen.chunk,
-            question.n_probes,
-            question.tolerance,
-            question.keys,
-        )
+    with matmul_precision(question.precision):
+        energies = _energies(passage, derivative, sources, request, chosen, question)
     return _answer(energies, sources, split, chosen)
+
+
+def _energies(
+    passage: ForwardPass,
+    derivative: Linearization,
+    sources: list[Tensor],
+    request: Request,
+    chosen: Plan,
+    question: Question,
+) -> list[list[Energy]]:
+    if chosen.way == "reverse":
+        return reverse_energies(passage, request, chosen.chunk)
+    if chosen.way == "forward":
+        return forward_energies(derivative, sources, request, chosen.chunk)
+    return probe_energies(
+        derivative,
+        sources,
+        request,
+        chosen.chunk,
+        question.n_probes,
+        question.tolerance,
+        question.keys,
+    )
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """The precision of float32 matrix products, as it was before on any exit.
+
+    Raises:
+        ValueError: If ``precision`` is not ``"highest"``, ``"high"`` or ``"medium"``.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _without_derivative(passage: ForwardPass, question: Question, error: Exception) -> Answer:
@@ -120,7 +152,9 @@ def _without_derivative(passage: ForwardPass, question: Question, error: Excepti
         work = _work(None, sources, targets, request, question)
     chosen = plan(work, "reverse", question.chunk)
     request = replace(request, advance=_advance(question, work, chosen))
-    return _answer(reverse_energies(passage, request, chosen.chunk), sources, split, chosen)
+    with matmul_precision(question.precision):
+        energies = reverse_energies(passage, request, chosen.chunk)
+    return _answer(energies, sources, split, chosen)
 
 
 def _answer(
@@ -150,9 +184,7 @@ def _request(
         _heads(passage.name(layer), target, question.num_heads)
         for layer, target in zip(passage.layers, targets, strict=True)
     ]
-    request = Request(
-        question.norm, [count or 1 for count in heads], queries, question.multiply_by_inputs
-    )
+    request = Request(question.norm, [count or 1 for count in heads], queries, question.multiply_by_inputs)
     return request, [count is not None for count in heads]
 
 

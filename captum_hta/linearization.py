@@ -29,7 +29,7 @@ Push = Callable[..., Any]
 Rule = Callable[["Call"], Push]
 
 
-class NotLinearizable(RuntimeError):
+class NotLinearizableError(RuntimeError):
     """The forward pass holds something whose forward derivative cannot be recorded."""
 
 
@@ -54,14 +54,17 @@ class Call:
 
     @property
     def args(self) -> Any:
+        """The positional arguments."""
         return tree_unflatten(self.flat, self.spec)[0]
 
     @property
     def primals(self) -> tuple[Tensor, ...]:
+        """The values of the arguments that carry a tangent."""
         return tuple(self.flat[position] for position in self.positions)
 
     @property
     def name(self) -> str:
+        """The operator's name in ATen, such as ``addmm``."""
         return self.function.overloadpacket._qualified_op_name.removeprefix("aten::")
 
     def apply(self, *values: Tensor) -> Any:
@@ -97,7 +100,7 @@ class Recorder(TorchDispatchMode):
         """The variable of ``tensor``, or ``None`` if it depends on no source.
 
         Raises:
-            NotLinearizable: If that cannot be told, because ``tensor`` was written to in place.
+            NotLinearizableError: If that cannot be told, because ``tensor`` was written to in place.
         """
         self._refuse_stale("the target", [tensor])
         return self._variable.get(id(tensor))
@@ -108,9 +111,7 @@ class Recorder(TorchDispatchMode):
         self.shapes.append(tuple(tensor.shape))
         return len(self.shapes) - 1
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random |= function.overloadpacket in _RANDOM
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [value for value in flat if isinstance(value, Tensor)]
@@ -143,9 +144,7 @@ class Recorder(TorchDispatchMode):
             self._note_mutation(args[0])
         bound = [self._bind(value) for value in outputs]
         shape, dtype = tuple(outputs[0].shape), outputs[0].dtype
-        self.calls.append(
-            Call(recorded, flat, spec, positions, inputs, bound, shape, dtype, versions)
-        )
+        self.calls.append(Call(recorded, flat, spec, positions, inputs, bound, shape, dtype, versions))
         return out
 
     def _note_mutation(self, tensor: Tensor) -> None:
@@ -169,7 +168,7 @@ class Recorder(TorchDispatchMode):
         for value in tensors:
             valid = self._mutated.get(value.untyped_storage()._cdata)
             if valid is not None and id(value) not in valid:
-                raise NotLinearizable(
+                raise NotLinearizableError(
                     f"{function} reads a tensor through an alias of one that was changed in place"
                 )
 
@@ -180,7 +179,7 @@ def _functional(function: Any) -> Any:
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     overload = getattr(packet, function._overloadname, None)
     if not name.endswith("_") or overload is None or overload._schema.is_mutable:
-        raise NotLinearizable(f"{function} writes to its arguments")
+        raise NotLinearizableError(f"{function} writes to its arguments")
     return overload
 
 
@@ -193,7 +192,7 @@ class Linearization:
         targets: The variables whose tangents are asked for.
 
     Raises:
-        NotLinearizable: If an operator between a source and a target was changed in place later, or
+        NotLinearizableError: If an operator between a source and a target was changed in place later, or
             has no forward derivative.
     """
 
@@ -256,7 +255,7 @@ class Linearization:
             moving = () if call.name not in _SHAPE_ONLY else tuple(map(id, call.primals))
             for tensor, version in call.versions:
                 if tensor._version != version and id(tensor) not in moving:
-                    raise NotLinearizable(f"an argument of {call.name} was changed in place later")
+                    raise NotLinearizableError(f"an argument of {call.name} was changed in place later")
 
     def _last_uses(self) -> list[list[int]]:
         seen: set[int] = set()
@@ -322,7 +321,7 @@ def _generic(call: Call) -> Push:
         with torch.no_grad():
             push(*(primal.new_zeros(1, *primal.shape) for primal in primals))
     except (RuntimeError, NotImplementedError) as error:
-        raise NotLinearizable(
+        raise NotLinearizableError(
             f"{call.name} has no forward derivative that vectorises: {error}"
         ) from error
     return push
@@ -392,9 +391,7 @@ def _expand(call: Call) -> Push:
 def _aligned(tangent: Tensor, rank: int) -> Tensor:
     """Insert dimensions behind the stack, so that the rest broadcasts as the primal did."""
     missing = rank + 1 - tangent.dim()
-    return (
-        tangent.reshape(len(tangent), *(1,) * missing, *tangent.shape[1:]) if missing else tangent
-    )
+    return tangent.reshape(len(tangent), *(1,) * missing, *tangent.shape[1:]) if missing else tangent
 
 
 def _weighted_sum(call: Call, weights: Sequence[Any]) -> Push:
@@ -444,9 +441,7 @@ def _elementwise(call: Call) -> Push:
     primals = call.primals
     weights = []
     for moved in range(len(primals)):
-        ones = tuple(
-            torch.full_like(primal, float(index == moved)) for index, primal in enumerate(primals)
-        )
+        ones = tuple(torch.full_like(primal, float(index == moved)) for index, primal in enumerate(primals))
         weights.append(torch.func.jvp(call.apply, primals, ones)[1])
     return _weighted_sum(call, weights)
 
@@ -547,26 +542,31 @@ def _copies(value: Tensor, count: int) -> Tensor:
     return value.expand(count, *value.shape).contiguous()
 
 
-_ELEMENTWISE = """
+def _names(listed: str) -> frozenset[str]:
+    return frozenset(listed.split())
+
+
+_ELEMENTWISE = _names(
+    """
     abs acos acosh asin asinh atan atan2 atanh celu clamp clamp_max clamp_min cos cosh elu erf erfc exp
     exp2 expm1 gelu hardsigmoid hardswish hardtanh leaky_relu log log10 log1p log2 log_sigmoid_forward
     masked_fill maximum minimum mish neg pow prelu reciprocal relu rsqrt rsub sigmoid silu sin sinh
     softplus sqrt square tan tanh threshold where
-"""
-_LINEAR = frozenset(
     """
-    cat cumsum diagonal flip gather index index_select
-    masked_scatter mean movedim narrow repeat roll select slice split split_with_sizes squeeze stack sum
-    tril triu unbind unfold unsqueeze chunk
-    """.split()
 )
-_SHAPE_ONLY = frozenset(
+_LINEAR = _names(
+    """
+    cat chunk cumsum diagonal flip gather index index_select masked_scatter mean movedim narrow repeat
+    roll select slice split split_with_sizes squeeze stack sum tril triu unbind unfold unsqueeze
+    """
+)
+_SHAPE_ONLY = _names(
     """
     _to_copy _unsafe_view add alias clone contiguous expand permute reshape sub t transpose view
-    """.split()
+    """
 )
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_LINEAR, _linear),
     **dict.fromkeys(("alias", "clone", "contiguous", "lift_fresh"), _identity),
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), _view),

@@ -71,8 +71,6 @@ class Model(Protocol):
         d_head: Width of a head's output.
         d_model: Width of a hidden embedding ``D``.
         max_length: Most tokens that it reads, or ``None``.
-        device: Where it runs.
-        dtype: Of its weights.
     """
 
     name: str
@@ -83,10 +81,12 @@ class Model(Protocol):
     max_length: int | None
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where the model runs."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
 
     def encode(self, text: Text) -> Encoding:
         """Read a text, or a pair of them."""

@@ -29,9 +29,7 @@ MAPS = {
 }
 
 
-def heatmaps(
-    maps: dict[str, NDArray[np.float64]], tokens: Sequence[str], rows: Sequence[str]
-) -> Figure:
+def heatmaps(maps: dict[str, NDArray[np.float64]], tokens: Sequence[str], rows: Sequence[str]) -> Figure:
     """Attention and contributions side by side.
 
     Args:
@@ -116,15 +114,11 @@ def histogram_figure(positions: pd.DataFrame, quantity: str, reach: int = 16) ->
     layers, heads = sorted(table["layer"].unique()), sorted(table["head"].unique())
     colour = ATTENTION if quantity == "attention" else INPUT
     with mpl.rc_context(STYLE):
-        figure = Figure(
-            figsize=(0.85 * len(heads) + 1, 0.75 * len(layers) + 0.9), layout="constrained"
-        )
+        figure = Figure(figsize=(0.85 * len(heads) + 1, 0.75 * len(layers) + 0.9), layout="constrained")
         axes = figure.subplots(len(layers), len(heads), squeeze=False, sharex=True)
         for (layer, head), group in table.groupby(["layer", "head"]):
             axis = axes[layers.index(layer), heads.index(head)]
-            axis.fill_between(
-                group["offset"], group["value"], step="mid", color=colour, linewidth=0
-            )
+            axis.fill_between(group["offset"], group["value"], step="mid", color=colour, linewidth=0)
             axis.axvline(0, color="0.3", linewidth=0.5)
             axis.set_ylim(0)
             axis.set_yticks([])
@@ -143,9 +137,7 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.2, 3.4), layout="constrained")
         axis = figure.subplots()
-        for quantity, shift in zip(
-            quantities, np.linspace(-0.08, 0.08, len(quantities)), strict=True
-        ):
+        for quantity, shift in zip(quantities, np.linspace(-0.08, 0.08, len(quantities)), strict=True):
             table = centres[centres["quantity"] == quantity]
             colour = ATTENTION if quantity == "attention" else INPUT
             mean = table.groupby("layer")["centre_of_mass"].mean()

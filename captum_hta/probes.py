@@ -77,9 +77,7 @@ class _Run:
         self.width = x.shape[-1]
         self.columns = [Columns(request.norm, x.shape[1], squares=True) for _ in derivative.targets]
         self._keys = [(*key, token) for key in keys for token in range(x.shape[1])]
-        self._sweep = lambda probes: sweep(
-            derivative, variable, x, probes, request, chunk, self.columns
-        )
+        self._sweep = lambda probes: sweep(derivative, variable, x, probes, request, chunk, self.columns)
         self._tokens = x.shape[1]
         self._probes = torch.empty(len(self._keys), 0, self.width, dtype=torch.float64)
 

@@ -176,9 +176,7 @@ def _sentence_6(layers: pd.DataFrame) -> str:
     )
 
 
-def _page(
-    study: Study, shown: Sequence[Shown], images: dict[str, bytes], record: dict[str, Any]
-) -> str:
+def _page(study: Study, shown: Sequence[Shown], images: dict[str, bytes], record: dict[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("captum_hta", ""), autoescape=True, trim_blocks=True
     )

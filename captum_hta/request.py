@@ -68,8 +68,7 @@ def query_positions(
         selector = [selector]
     if not isinstance(selector, list | tuple | range) or not all(_is_position(p) for p in selector):
         raise TypeError(
-            "neuron_selector names query positions: an int, a slice, or a list of ints, got "
-            f"{selector!r}"
+            f"neuron_selector names query positions: an int, a slice, or a list of ints, got {selector!r}"
         )
     outside = [position for position in selector if not -length <= position < length]
     if outside or not len(selector):
@@ -92,9 +91,7 @@ def _forwards(selector: slice, length: int) -> slice | list[int]:
     return positions
 
 
-def check_probes(
-    n_probes: int | None, tolerance: float | None, norm: str, with_error: bool = False
-) -> None:
+def check_probes(n_probes: int | None, tolerance: float | None, norm: str, with_error: bool = False) -> None:
     """Check the arguments that ask for an estimate.
 
     Raises:

@@ -47,7 +47,8 @@ def reverse_energies(passage: ForwardPass, request: Request, chunk: int) -> list
 
 class _Rows:
     """The rows of the Jacobian of one target ``[batch, position, width]``, numbered by query, head and
-    component; with the norm ``"sum"`` a head has a single row, the sum of its components."""
+    component; with the norm ``"sum"`` a head has a single row, the sum of its components.
+    """
 
     def __init__(self, target: Tensor, request: Request, heads: int) -> None:
         self.target, self.request, self.heads = target, request, heads
@@ -101,15 +102,11 @@ class _Rows:
         total[blocks[:: self.components]] = largest_eigenvalue(gram)
 
 
-def _gradients(
-    target: Tensor, sources: Sequence[Tensor], cotangents: Tensor
-) -> list[Tensor | None]:
+def _gradients(target: Tensor, sources: Sequence[Tensor], cotangents: Tensor) -> list[Tensor | None]:
     """Vector-Jacobian products of a stack of cotangents, one at a time where they do not vectorise."""
     options = {"retain_graph": True, "allow_unused": True}
     try:
-        return list(
-            torch.autograd.grad(target, sources, cotangents, is_grads_batched=True, **options)
-        )
+        return list(torch.autograd.grad(target, sources, cotangents, is_grads_batched=True, **options))
     except RuntimeError as error:
         logger.info("the backward pass does not vectorise, so it runs once a component: %s", error)
     rows = [torch.autograd.grad(target, sources, row, **options) for row in cotangents]

@@ -130,6 +130,7 @@ class RelativePosition:
 
     @property
     def offsets(self) -> Array:
+        """The offsets of the histogram's bins."""
         longest = (len(self.counts) + 1) // 2
         return np.arange(1 - longest, longest)
 

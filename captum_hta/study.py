@@ -156,9 +156,7 @@ class Study:
             heads=heads,
             pearson={source: Mean.zero(*shape) for source in SOURCES},
             spearman={source: Mean.zero(*shape) for source in SOURCES},
-            positions={
-                name: RelativePosition.zero(*shape, longest) for name in ("attention", *SOURCES)
-            },
+            positions={name: RelativePosition.zero(*shape, longest) for name in ("attention", *SOURCES)},
             errors=Mean.zero(*shape),
         )
 

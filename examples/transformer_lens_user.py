@@ -1,7 +1,8 @@
 """For TransformerLens users: contributions in place of attention patterns, for all layers at once."""
 
-from captum_hta import contributions
 from captum_hta.integrations.transformer_lens import load_model
+
+from captum_hta import contributions
 
 model = load_model()  # or a name, a folder, a transformers model, a bridge
 pair = ("The trophy did not fit in the suitcase.", "It was too big.")
@@ -9,7 +10,11 @@ local = contributions(model, [pair], source="previous_layer")  # exact, about th
 total = contributions(model, [pair], source="input", n_probes=16)
 
 layer, head, query = 4, 7, total.tokens[0].index("it")
-for name, values in {"attention": total.attention, "local": local.values, "input": total.values}.items():
+for name, values in {
+    "attention": total.attention,
+    "local": local.values,
+    "input": total.values,
+}.items():
     row = values[0, layer, head, query]
     print(f"{name:>9}:", ", ".join(f"{total.tokens[0][i]} {row[i]:.0%}" for i in row.topk(4).indices))
 

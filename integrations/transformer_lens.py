@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from captum_hta.attention_jacobian import AttentionFactors, attention_energies
-from captum_hta.forward_pass import ForwardPass
+from captum_hta.forward_pass import ForwardPass, observed
 from captum_hta.jacobian import Question, answer
 from captum_hta.model import Attention, Batch, Encoding, Text
 
@@ -55,9 +55,7 @@ class TransformerLensModel:
         ValueError: If there is no tokenizer, or the proof fails.
     """
 
-    def __init__(
-        self, bridge: TransformerBridge, tokenizer: Any = None, name: str | None = None
-    ) -> None:
+    def __init__(self, bridge: TransformerBridge, tokenizer: Any = None, name: str | None = None) -> None:
         if not hasattr(bridge, "hook_dict") or not hasattr(bridge, "cfg"):
             raise TypeError(
                 f"bridge must be a TransformerBridge, got {type(bridge).__name__}: use load_model for "
@@ -80,10 +78,12 @@ class TransformerLensModel:
 
     @property
     def device(self) -> torch.device:
+        """Where the bridge runs."""
         return next(self.bridge.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the bridge's weights."""
         return next(self.bridge.parameters()).dtype
 
     # --- texts
@@ -110,9 +110,7 @@ class TransformerLensModel:
 
     # --- the model
 
-    def forward(
-        self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
-    ) -> Any:
+    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Any:
         """Run the bridge on token ids ``[batch, position]``."""
         options = {} if segments is None or not self._has_segments else {"token_type_ids": segments}
         return self.bridge(ids, attention_mask=mask, return_type=None, **options)
@@ -141,8 +139,7 @@ class TransformerLensModel:
         if any(closed):
             wanted += ["hook_in", "attn.hook_q", "attn.hook_k", "attn.hook_v"]
         names = [f"blocks.{layer}.{name}" for layer in range(self.num_layers) for name in wanted]
-        with torch.inference_mode(), self._kept(names) as kept:
-            self.forward(*batch.inputs, *batch.extra)
+        kept = self._observe(names, batch)
         return [self._attention(layer, kept, closed[layer]) for layer in range(self.num_layers)]
 
     def _attention(self, layer: int, kept: dict[str, Tensor], closed: bool) -> Attention:
@@ -177,26 +174,16 @@ class TransformerLensModel:
             value_weight=weight("v"),
         )
 
-    @contextmanager
-    def _kept(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Keep the values of hook points during a forward pass."""
-        kept: dict[str, Tensor] = {}
-
-        def keep(name: str) -> Any:
-            return lambda module, args, out: kept.__setitem__(name, out.detach())
-
-        with ExitStack() as hooks:
-            for name in names:
-                hooks.callback(self.hook_point(name).register_forward_hook(keep(name)).remove)
-            yield kept
+    def _observe(self, names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
+        """The values of hook points in a forward pass."""
+        modules = {name: self.hook_point(name) for name in names}
+        return observed(modules, lambda: self.forward(*batch.inputs, *batch.extra))
 
     def _hook_count(self, layer: int) -> int:
         """Hooks within a block that may change what its attention computes."""
         block = self.bridge.blocks[layer]
         modules = [block.hook_in, *block.attn.modules()]
-        return sum(
-            len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules
-        )
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
 
     def _unhooked(self, layer: int) -> bool:
         """Whether a block has the hooks it had when the closed form was proven, so no new ones."""
@@ -223,17 +210,14 @@ class _Proof:
         read: list[Tensor] = []
         handle = projection.register_forward_pre_hook(lambda module, args: read.append(args[0]))
         try:
-            with torch.inference_mode(), self.model._kept(names) as kept:
-                self.model.forward(*self.batch.inputs, *self.batch.extra)
+            kept = self.model._observe([*names, f"{block}attn.hook_out"], self.batch)
         finally:
             handle.remove()
         self._check_values(kept.get(names[0]), kept.get(names[1]), read)
         self._check_change(kept[names[0]], kept[names[1]])
         self._check_patterns()
         # Counted after a first forward, in which the bridge registers hooks of its own.
-        self.model._hooks_at_load = [
-            self.model._hook_count(layer) for layer in range(self.model.num_layers)
-        ]
+        self.model._hooks_at_load = [self.model._hook_count(layer) for layer in range(self.model.num_layers)]
         self._check_closed_form()
 
     def _require(self, holds: bool, what: str) -> None:
@@ -266,8 +250,7 @@ class _Proof:
         name = f"blocks.{self.layer}.attn.hook_z"
         handle = self.model.source(self.layer).register_forward_hook(shifted)
         try:
-            with torch.inference_mode(), self.model._kept([name]) as kept:
-                self.model.forward(*self.batch.inputs, *self.batch.extra)
+            kept = self.model._observe([name], self.batch)
         finally:
             handle.remove()
         self._require(not torch.equal(kept[name], z), "a change at hook_in does not reach hook_z")
@@ -275,9 +258,7 @@ class _Proof:
     def _check_patterns(self) -> None:
         pattern = self.model.attention(self.batch)[self.layer].pattern.float()
         error = (pattern.sum(-1) - 1).abs().max().item()
-        self._require(
-            error < 1e-2, f"rows of the attention pattern are off a sum of 1 by {error:.2g}"
-        )
+        self._require(error < 1e-2, f"rows of the attention pattern are off a sum of 1 by {error:.2g}")
 
     def _check_closed_form(self) -> None:
         """One row of all heads against autograd."""
@@ -354,9 +335,7 @@ def load_model(
 
 def _refuse_changes(device: Any, dtype: Any) -> None:
     if device is not None or dtype is not None:
-        raise ValueError(
-            "a bridge is used as it is: move or cast it before, without device or dtype"
-        )
+        raise ValueError("a bridge is used as it is: move or cast it before, without device or dtype")
 
 
 def _demo_path() -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
-
 from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
+from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 PAIR = ("The cat sat.", "It slept.")
 SHORT = "Dogs bark."
@@ -23,9 +22,7 @@ class WordTokenizer:
     def __len__(self) -> int:
         return self.size
 
-    def __call__(
-        self, text: str, pair: str | None = None, **options: object
-    ) -> dict[str, list[int]]:
+    def __call__(self, text: str, pair: str | None = None, **options: object) -> dict[str, list[int]]:
         first = [1, *map(self._id, text.split()), 2]
         second = [] if pair is None else [*map(self._id, pair.split()), 2]
         encoded = {"input_ids": first + second}

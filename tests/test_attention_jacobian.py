@@ -57,9 +57,7 @@ def block(norm: str, rotary: bool, causal: bool):
         query_map=turn[None, None] if rotary else None,
         key_map=turn[None, None] if rotary else None,
     )
-    return (
-        lambda x: (lambda o: (o["pattern"] @ o["value"]).transpose(1, 2).flatten(2))(run(x))
-    ), factors
+    return (lambda x: (lambda o: (o["pattern"] @ o["value"]).transpose(1, 2).flatten(2))(run(x))), factors
 
 
 def token_norm(x: Tensor, gain: Tensor, centred: bool | None) -> TokenNorm | None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from captum_hta.forward_pass import ForwardPass
-from captum_hta.linearization import Linearization, NotLinearizable, Recorder
+from captum_hta.linearization import Linearization, NotLinearizableError, Recorder
 
 torch.manual_seed(0)
 W = torch.randn(4, 4, dtype=torch.float64)
@@ -160,12 +160,10 @@ def write_under_an_alias(x: Tensor) -> Tensor:
     return alias.view(2, 5, 4)
 
 
-@pytest.mark.parametrize(
-    "function", [write_through_a_view, write_to_what_was_read, write_under_an_alias]
-)
+@pytest.mark.parametrize("function", [write_through_a_view, write_to_what_was_read, write_under_an_alias])
 def test_refuses_what_it_cannot_follow(function) -> None:
     """Writing in place is either followed rightly or refused, never followed wrongly."""
-    with pytest.raises(NotLinearizable, match="in place"):
+    with pytest.raises(NotLinearizableError, match="in place"):
         linearized(function, torch.randn(2, 5, 4, dtype=torch.float64))
 
 

@@ -124,7 +124,5 @@ def test_tolerance_is_met(attribution, x, tolerance: float) -> None:
 
 def test_multiplied_by_inputs(encoder, x) -> None:
     """All probes, scaled by the inputs, give the exact scaled result."""
-    scaled = HiddenTokenAttribution(
-        encoder, encoder.layers[1].linear1, num_heads=4, multiply_by_inputs=True
-    )
+    scaled = HiddenTokenAttribution(encoder, encoder.layers[1].linear1, num_heads=4, multiply_by_inputs=True)
     torch.testing.assert_close(scaled.attribute(x, n_probes=WIDTH), scaled.attribute(x))
