@@ -87,6 +87,7 @@ def sweep(
     request: Request,
     chunk: int,
     columns: Sequence[Columns],
+    tokens: range | None = None,
 ) -> None:
     """Push directions of every token of a source and add what they find to ``columns``.
 
@@ -98,16 +99,17 @@ def sweep(
         request: The heads and the queries.
         chunk: Tangents carried at once.
         columns: One for each target of ``derivative``.
+        tokens: The source tokens to push, from one to another; ``None`` for all.
     """
     index = {target: number for number, target in enumerate(derivative.targets)}
-    for tokens, part in _chunks(x.shape[1], len(directions), chunk):
-        tangents = _tangents(x, directions[part], tokens, request.multiply_by_inputs)
+    for some, part in _chunks(tokens or range(x.shape[1]), len(directions), chunk):
+        tangents = _tangents(x, directions[part], some, request.multiply_by_inputs)
         last_part = part.stop == len(directions)
         with torch.no_grad():
             for target, tangent in _every_target(derivative, variable, tangents):
                 number = index[target]
-                stack = tangent.reshape(len(tokens), -1, *tangent.shape[1:3], tangent[0, 0, 0].numel())
-                columns[number].add(tokens.start, request.select(stack, number), last_part)
+                stack = tangent.reshape(len(some), -1, *tangent.shape[1:3], tangent[0, 0, 0].numel())
+                columns[number].add(some.start, request.select(stack, number), last_part)
         request.advance(len(tangents))
 
 
@@ -118,18 +120,18 @@ def _every_target(derivative: Linearization, variable: int, tangents: Tensor) ->
         missing.discard(target)
         yield target, tangent
     for target in missing:
-        yield target, tangents.new_zeros(len(tangents), *derivative.shape(target))
+        yield target, tangents.new_zeros(len(tangents), *derivative.shapes[target])
 
 
-def _chunks(tokens: int, directions: int, chunk: int) -> Iterator[tuple[range, slice]]:
+def _chunks(tokens: range, directions: int, chunk: int) -> Iterator[tuple[range, slice]]:
     """Several whole tokens at a time, or even parts of the directions of one."""
     if chunk >= directions:
         step = chunk // directions
-        for first in range(0, tokens, step):
-            yield range(first, min(first + step, tokens)), slice(0, directions)
+        for first in tokens[::step]:
+            yield range(first, min(first + step, tokens.stop)), slice(0, directions)
         return
     size = -(-directions // -(-directions // chunk))
-    for token in range(tokens):
+    for token in tokens:
         for start in range(0, directions, size):
             yield range(token, token + 1), slice(start, min(start + size, directions))
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from captum_hta.linearization import Linearization, Recorder
+from captum_hta.linearization import Linearization
+from captum_hta.recorder import Recorder
 
 Enter = Callable[[Tensor], Tensor]
 
@@ -78,7 +79,8 @@ class ForwardPass:
                 )
             variables = [recorder.variable(target) for target in targets]
             derivative = Linearization(
-                recorder,
+                recorder.calls,
+                recorder.shapes,
                 [variable for variable, _ in entered],
                 [v for v in variables if v is not None],
             )

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from captum_hta.forward import forward_energies
 from captum_hta.forward_pass import ForwardPass
-from captum_hta.linearization import Linearization, NotLinearizableError
+from captum_hta.linearization import Linearization
 from captum_hta.norms import Energy, joined
 from captum_hta.plan import Plan, Work, plan
 from captum_hta.probes import FIRST_PROBES, probe_energies
+from captum_hta.recorder import NotLinearizableError
 from captum_hta.request import Request, joined_heads, query_positions
 from captum_hta.reverse import reverse_energies
 

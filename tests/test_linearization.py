@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from captum_hta.forward_pass import ForwardPass
-from captum_hta.linearization import Linearization, NotLinearizableError, Recorder
+from captum_hta.linearization import Linearization
+from captum_hta.recorder import NotLinearizableError, Recorder
 
 torch.manual_seed(0)
 W = torch.randn(4, 4, dtype=torch.float64)

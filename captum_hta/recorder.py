@@ -1,0 +1,173 @@
+"""What a forward pass does to tensors that depend on a source: a list of operators.
+
+A :class:`Recorder` watches the ATen operators below autograd, so any model in eager PyTorch will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+aten = torch.ops.aten
+_RANDOM = (aten.bernoulli, aten.bernoulli_, aten.native_dropout)
+
+
+class NotLinearizableError(RuntimeError):
+    """The forward pass holds something whose forward derivative cannot be recorded."""
+
+
+@dataclass
+class Call:
+    """One operator of the forward pass that depends on a source.
+
+    ``flat`` holds all its arguments in the order of the pytree ``spec``; ``positions`` says which of
+    them carry a tangent and ``inputs`` which variable each of those is. ``outputs`` names the variable
+    of each output tensor. ``rule`` takes the place of the operator's own.
+    """
+
+    function: Any
+    flat: list[Any]
+    spec: Any
+    positions: list[int]
+    inputs: list[int]
+    outputs: list[int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    versions: list[tuple[Tensor, int]]
+    rule: Callable[[Call], Callable[..., Any]] | None = None
+
+    @property
+    def args(self) -> Any:
+        """The positional arguments."""
+        return tree_unflatten(self.flat, self.spec)[0]
+
+    @property
+    def primals(self) -> tuple[Tensor, ...]:
+        """The values of the arguments that carry a tangent."""
+        return tuple(self.flat[position] for position in self.positions)
+
+    @property
+    def name(self) -> str:
+        """The operator's name in ATen, such as ``addmm``."""
+        return self.function.overloadpacket._qualified_op_name.removeprefix("aten::")
+
+    def apply(self, *values: Tensor) -> Any:
+        """The operator as a function of those of its arguments that carry a tangent."""
+        flat = list(self.flat)
+        for position, value in zip(self.positions, values, strict=True):
+            flat[position] = value
+        args, kwargs = tree_unflatten(flat, self.spec)
+        return self.function(*args, **kwargs)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators that depend on tensors marked with :meth:`mark_source`.
+
+    Use as a context manager around a forward pass under ``torch.no_grad()``. Python objects of tensors
+    are kept alive until the recorder is dropped, so that identity names a variable.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._variable: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+        self._mutated: dict[int, set[int]] = {}
+        self.random = False
+        self.shapes: list[tuple[int, ...]] = []
+
+    def mark_source(self, tensor: Tensor) -> int:
+        """Make ``tensor`` a variable that tangents enter at."""
+        return self._bind(tensor)
+
+    def variable(self, tensor: Tensor) -> int | None:
+        """The variable of ``tensor``, or ``None`` if it depends on no source.
+
+        Raises:
+            NotLinearizableError: If that cannot be told, because ``tensor`` was written to in place.
+        """
+        self._refuse_stale("the target", [tensor])
+        return self._variable.get(id(tensor))
+
+    def _bind(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        self._variable[id(tensor)] = len(self.shapes)
+        self.shapes.append(tuple(tensor.shape))
+        return len(self.shapes) - 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.random |= function.overloadpacket in _RANDOM
+        flat, spec = tree_flatten((args, kwargs or {}))
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        self._refuse_stale(function, tensors)
+        positions = [index for index, value in enumerate(flat) if self._moves(value)]
+        if not positions or function is aten.detach.default:
+            out = function(*args, **(kwargs or {}))
+        else:
+            out = self._record(function, flat, spec, positions)
+        self._keep_aliases(out)
+        return out
+
+    def _moves(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and id(value) in self._variable
+
+    def _record(self, function: Any, flat: list[Any], spec: Any, positions: list[int]) -> Any:
+        """Run an operator that depends on a source, and note it."""
+        args, kwargs = tree_unflatten(flat, spec)
+        inputs = [self._variable[id(flat[position])] for position in positions]
+        writes = function._schema.is_mutable
+        recorded = _functional(function) if writes else function
+        if writes:
+            flat = [flat[0].clone(), *flat[1:]]
+        versions = [(value, value._version) for value in flat if isinstance(value, Tensor)]
+        out = function(*args, **kwargs)
+        outputs = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
+        if not any(value.is_floating_point() for value in outputs):
+            return out
+        if writes:
+            self._note_mutation(args[0])
+        bound = [self._bind(value) for value in outputs]
+        shape, dtype = tuple(outputs[0].shape), outputs[0].dtype
+        self.calls.append(Call(recorded, flat, spec, positions, inputs, bound, shape, dtype, versions))
+        return out
+
+    def _note_mutation(self, tensor: Tensor) -> None:
+        self._alive.append(tensor)
+        self._mutated[tensor.untyped_storage()._cdata] = {id(tensor)}
+
+    def _keep_aliases(self, out: Any) -> None:
+        """Let views of a tensor that was changed in place be used as that tensor is."""
+        if not self._mutated:
+            return
+        for value in tree_flatten(out)[0]:
+            if isinstance(value, Tensor):
+                valid = self._mutated.get(value.untyped_storage()._cdata)
+                if valid is not None:
+                    self._alive.append(value)
+                    valid.add(id(value))
+
+    def _refuse_stale(self, function: Any, tensors: Sequence[Tensor]) -> None:
+        if not self._mutated:
+            return
+        for value in tensors:
+            valid = self._mutated.get(value.untyped_storage()._cdata)
+            if valid is not None and id(value) not in valid:
+                raise NotLinearizableError(
+                    f"{function} reads a tensor through an alias of one that was changed in place"
+                )
+
+
+def _functional(function: Any) -> Any:
+    """The operator that returns what an in-place operator writes to its first argument."""
+    namespace, _, name = function._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    overload = getattr(packet, function._overloadname, None)
+    if not name.endswith("_") or overload is None or overload._schema.is_mutable:
+        raise NotLinearizableError(f"{function} writes to its arguments")
+    return overload
