@@ -13,18 +13,21 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from captum_hta.linearization import Linearization
 from captum_hta.norms import Energy, accumulation_dtype, energies, largest_eigenvalue
 from captum_hta.request import Request
+from captum_hta.windows import WindowedLinearization
 
 
 def forward_energies(
-    derivative: Linearization, sources: Sequence[Tensor], request: Request, chunk: int
+    derivatives: Sequence[WindowedLinearization],
+    sources: Sequence[Tensor],
+    request: Request,
+    chunk: int,
 ) -> list[list[Energy]]:
     """Exact energies by all tangents of every source token.
 
     Args:
-        derivative: Of a forward pass whose sources have the values ``sources``.
+        derivatives: For each source that of its forward pass.
         sources: Each ``[batch, key, width]``.
         request: The norm, the heads and the queries.
         chunk: Tangents carried at once.
@@ -33,10 +36,10 @@ def forward_energies(
         For each source a list with the energies ``[batch, head, query, key]`` of each target.
     """
     found = []
-    for variable, x in zip(derivative.sources, sources, strict=True):
+    for derivative, x in zip(derivatives, sources, strict=True):
         basis = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[:, None, None]
-        columns = [Columns(request.norm, x.shape[1]) for _ in derivative.targets]
-        sweep(derivative, variable, x, basis, request, chunk, columns)
+        columns = [Columns(request.norm, x.shape[1]) for _ in derivative.whole.targets]
+        sweep(derivative, x, basis, request, chunk, columns)
         found.append([column.energy() for column in columns])
     return found
 
@@ -80,8 +83,7 @@ def _plus(total: Tensor | None, value: Tensor) -> Tensor:
 
 
 def sweep(
-    derivative: Linearization,
-    variable: int,
+    derivative: WindowedLinearization,
     x: Tensor,
     directions: Tensor,
     request: Request,
@@ -93,34 +95,35 @@ def sweep(
 
     Args:
         derivative: The derivative that carries the tangents.
-        variable: The source they enter at.
-        x: Its value ``[batch, key, width]``.
+        x: The value of its source ``[batch, key, width]``.
         directions: ``[direction, batch or 1, key or 1, width]``.
         request: The heads and the queries.
         chunk: Tangents carried at once.
         columns: One for each target of ``derivative``.
         tokens: The source tokens to push, from one to another; ``None`` for all.
     """
-    index = {target: number for number, target in enumerate(derivative.targets)}
+    index = {target: number for number, target in enumerate(derivative.whole.targets)}
     for some, part in _chunks(tokens or range(x.shape[1]), len(directions), chunk):
         tangents = _tangents(x, directions[part], some, request.multiply_by_inputs)
         last_part = part.stop == len(directions)
         with torch.no_grad():
-            for target, tangent in _every_target(derivative, variable, tangents):
+            for target, tangent in _every_target(derivative, tangents, some):
                 number = index[target]
                 stack = tangent.reshape(len(some), -1, *tangent.shape[1:3], tangent[0, 0, 0].numel())
                 columns[number].add(some.start, request.select(stack, number), last_part)
         request.advance(len(tangents))
 
 
-def _every_target(derivative: Linearization, variable: int, tangents: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _every_target(
+    derivative: WindowedLinearization, tangents: Tensor, tokens: range
+) -> Iterator[tuple[int, Tensor]]:
     """The tangents of all targets, zero for those that this source does not reach."""
-    missing = set(derivative.targets)
-    for target, tangent in derivative.push({variable: tangents}):
+    missing = set(derivative.whole.targets)
+    for target, tangent in derivative.push(tangents, tokens):
         missing.discard(target)
         yield target, tangent
     for target in missing:
-        yield target, tangents.new_zeros(len(tangents), *derivative.shapes[target])
+        yield target, tangents.new_zeros(len(tangents), *derivative.whole.shapes[target])
 
 
 def _chunks(tokens: range, directions: int, chunk: int) -> Iterator[tuple[range, slice]]:
@@ -137,10 +140,11 @@ def _chunks(tokens: range, directions: int, chunk: int) -> Iterator[tuple[range,
 
 
 def _tangents(x: Tensor, directions: Tensor, tokens: range, multiply_by_inputs: bool) -> Tensor:
-    """``[token * direction, *x.shape]``: each is one direction at its own token and zero elsewhere."""
-    out = x.new_zeros(len(tokens), len(directions), *x.shape)
+    """``[token * direction, batch, token, width]``: each is one direction, at its own token alone."""
+    batch, _, width = x.shape
+    out = x.new_zeros(len(tokens), len(directions), batch, len(tokens), width)
     shared = directions.shape[2] == 1
     for number, token in enumerate(tokens):
         row = directions[:, :, 0 if shared else token].to(x)
-        out[number, :, :, token] = row * x[:, token] if multiply_by_inputs else row
+        out[number, :, :, number] = row * x[:, token] if multiply_by_inputs else row
     return out.flatten(0, 1)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from captum_hta.forward import forward_energies
 from captum_hta.forward_pass import ForwardPass
-from captum_hta.linearization import Linearization
 from captum_hta.norms import Energy, joined
 from captum_hta.plan import Plan, Work, plan
 from captum_hta.probes import FIRST_PROBES, probe_energies
 from captum_hta.recorder import NotLinearizableError
 from captum_hta.request import Request, joined_heads, query_positions
 from captum_hta.reverse import reverse_energies
+from captum_hta.windows import WindowedLinearization
 
 logger = logging.getLogger(__name__)
 PRECISIONS = ("highest", "high", "medium")
@@ -91,18 +91,19 @@ def answer(passage: ForwardPass, question: Question) -> Answer:
     except NotLinearizableError as error:
         return _without_derivative(passage, question, error)
     request, split = _request(passage, question, targets)
-    work = _work(derivative, sources, targets, request, question)
+    derivatives = [WindowedLinearization(derivative, variable) for variable in derivative.sources]
+    work = _work(derivatives, sources, targets, request, question)
     chosen = plan(work, question.way, question.chunk)
     logger.info("%s", chosen)
     request = replace(request, advance=_advance(question, work, chosen))
     with matmul_precision(question.precision):
-        energies = _energies(passage, derivative, sources, request, chosen, question)
+        energies = _energies(passage, derivatives, sources, request, chosen, question)
     return _answer(energies, sources, split, chosen)
 
 
 def _energies(
     passage: ForwardPass,
-    derivative: Linearization,
+    derivatives: list[WindowedLinearization],
     sources: list[Tensor],
     request: Request,
     chosen: Plan,
@@ -111,9 +112,9 @@ def _energies(
     if chosen.way == "reverse":
         return reverse_energies(passage, request, chosen.chunk)
     if chosen.way == "forward":
-        return forward_energies(derivative, sources, request, chosen.chunk)
+        return forward_energies(derivatives, sources, request, chosen.chunk)
     return probe_energies(
-        derivative,
+        derivatives,
         sources,
         request,
         chosen.chunk,
@@ -150,7 +151,7 @@ def _without_derivative(passage: ForwardPass, question: Question, error: Excepti
     logger.warning("taking the reverse way, since the forward way is closed: %s", error)
     with passage.differentiable() as (sources, targets):
         request, split = _request(passage, question, targets)
-        work = _work(None, sources, targets, request, question)
+        work = _work([], sources, targets, request, question)
     chosen = plan(work, "reverse", question.chunk)
     request = replace(request, advance=_advance(question, work, chosen))
     with matmul_precision(question.precision):
@@ -204,17 +205,19 @@ def _heads(name: str, target: Tensor, num_heads: int | None) -> int | None:
 
 
 def _work(
-    derivative: Linearization | None,
+    derivatives: Sequence[WindowedLinearization],
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
     request: Request,
     question: Question,
 ) -> Work:
     widest = max(value.numel() for value in (*sources, *targets))
-    flops = [0.0] * len(targets)
-    if derivative is not None:
-        widest = max(widest, derivative.widest())
-        flops = [float(derivative.flops(variable)) for variable in derivative.targets]
+    push_flops = pull_flops = [0.0] * len(targets)
+    if derivatives:
+        whole = derivatives[0].whole
+        widest = max(widest, whole.widest())
+        push_flops = [max(one.flops(target) for one in derivatives) for target in whole.targets]
+        pull_flops = [float(whole.flops(target)) for target in whole.targets]
     queries = targets[0].shape[1] if request.queries is None else len(request.queries)
     return Work(
         tokens=sum(x.shape[1] for x in sources),
@@ -222,7 +225,8 @@ def _work(
         queries=queries,
         heads=max(request.heads),
         target_widths=[joined_heads(target).shape[2] for target in targets],
-        target_flops=flops,
+        push_flops=push_flops,
+        pull_flops=pull_flops,
         tangent_bytes=widest * sources[0].element_size(),
         norm=question.norm,
         n_probes=(question.n_probes or FIRST_PROBES) if question.estimated else None,

@@ -31,7 +31,8 @@ class Work:
         queries: Query positions asked for.
         heads: Parts of each target.
         target_widths: Width of each target.
-        target_flops: For each target, the operations that carry one tangent of the batch to it.
+        push_flops: For each target, the operations that carry one tangent of the batch to it.
+        pull_flops: For each target, those that carry one cotangent of the batch back.
         tangent_bytes: Bytes of the widest tangent of the batch.
         norm: The norm asked for.
         n_probes: Probes per source token; ``None`` for an exact result.
@@ -44,7 +45,8 @@ class Work:
     queries: int
     heads: int
     target_widths: Sequence[int]
-    target_flops: Sequence[float]
+    push_flops: Sequence[float]
+    pull_flops: Sequence[float]
     tangent_bytes: float
     norm: str = "frobenius"
     n_probes: int | None = None
@@ -96,7 +98,8 @@ def plan(work: Work, way: str | None = None, chunk: int | None = None) -> Plan:
 
     Example:
         >>> work = Work(tokens=32, width=384, queries=32, heads=12, target_widths=[384] * 6,
-        ...             target_flops=[1e8 * k for k in range(1, 7)], tangent_bytes=2e5)
+        ...             push_flops=[1e8 * k for k in range(1, 7)],
+        ...             pull_flops=[1e8 * k for k in range(1, 7)], tangent_bytes=2e5)
         >>> plan(work).way
         'forward'
         >>> print(plan(work, way="reverse"))
@@ -117,12 +120,12 @@ def _candidates(work: Work, chunk: int | None) -> list[Plan]:
     """The valid ways, the best first."""
     chunk = chunk or chunk_size(work.tangent_bytes, work.device)
     memory = LIVE_STACKS * chunk * work.tangent_bytes
-    deepest = max(work.target_flops, default=0)
+    deepest = max(work.push_flops, default=0)
     if work.n_probes is not None:
         tangents = work.n_probes * work.tokens
         return [Plan("probes", tangents * deepest, memory, chunk, f"{work.n_probes} a token")]
     tangents, cotangents = work.tokens * work.width, sum(work.cotangents)
-    pulled = zip(work.cotangents, work.target_flops, strict=True)
+    pulled = zip(work.cotangents, work.pull_flops, strict=True)
     forward = Plan("forward", tangents * deepest, memory, chunk, f"{tangents} tangents")
     reverse = Plan(
         "reverse", sum(n * flops for n, flops in pulled), memory, chunk, f"{cotangents} cotangents"

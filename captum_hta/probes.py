@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from captum_hta.forward import Columns, sweep
-from captum_hta.linearization import Linearization
 from captum_hta.norms import Energy, joined, shares
 from captum_hta.request import Request
+from captum_hta.windows import WindowedLinearization
 
 FIRST_PROBES = 8
 """Probes that a tolerance begins with, where their number is not given."""
 
 
 def probe_energies(
-    derivative: Linearization,
+    derivatives: Sequence[WindowedLinearization],
     sources: Sequence[Tensor],
     request: Request,
     chunk: int,
@@ -39,7 +39,7 @@ def probe_energies(
     """Energies estimated by orthogonal probes of every source token.
 
     Args:
-        derivative: Of a forward pass whose sources have the values ``sources``.
+        derivatives: For each source that of its forward pass.
         sources: Each ``[batch, key, width]``.
         request: The norm, the heads and the queries.
         chunk: Tangents carried at once.
@@ -51,8 +51,8 @@ def probe_energies(
         For each source a list with the energies ``[batch, head, query, key]`` of each target.
     """
     runs = [
-        _Run(derivative, variable, x, request, chunk, [(*key, number) for key in keys])
-        for number, (variable, x) in enumerate(zip(derivative.sources, sources, strict=True))
+        _Run(derivative, x, request, chunk, [(*key, number) for key in keys])
+        for number, (derivative, x) in enumerate(zip(derivatives, sources, strict=True))
     ]
     for run in runs:
         run.extend(n_probes or FIRST_PROBES)
@@ -67,17 +67,16 @@ class _Run:
 
     def __init__(
         self,
-        derivative: Linearization,
-        variable: int,
+        derivative: WindowedLinearization,
         x: Tensor,
         request: Request,
         chunk: int,
         keys: Sequence[tuple[int, ...]],
     ) -> None:
         self.width = x.shape[-1]
-        self.columns = [Columns(request.norm, x.shape[1], squares=True) for _ in derivative.targets]
+        self.columns = [Columns(request.norm, x.shape[1], squares=True) for _ in derivative.whole.targets]
         self._keys = [(*key, token) for key in keys for token in range(x.shape[1])]
-        self._sweep = lambda probes: sweep(derivative, variable, x, probes, request, chunk, self.columns)
+        self._sweep = lambda probes: sweep(derivative, x, probes, request, chunk, self.columns)
         self._tokens = x.shape[1]
         self._probes = torch.empty(len(self._keys), 0, self.width, dtype=torch.float64)
 

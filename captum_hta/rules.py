@@ -305,5 +305,6 @@ _RULES: dict[str, Rule] = {
     "addmm": _affine_product,
     "bmm": _batched_product,
     "_softmax": _softmax,
+    "_safe_softmax": _softmax,
     "native_layer_norm": _layer_norm,
 }

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from captum.attr import NeuronGradient
+from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from rich.console import Console
 from rich.table import Table
 from transformers import BertConfig, BertModel
@@ -27,10 +28,10 @@ from transformers import BertConfig, BertModel
 from captum_hta import contributions
 from captum_hta.forward import Columns, sweep
 from captum_hta.forward_pass import ForwardPass
-from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from captum_hta.linearization import Linearization
 from captum_hta.plan import chunk_size
 from captum_hta.request import Request
+from captum_hta.windows import WindowedLinearization
 
 
 @dataclass
@@ -220,7 +221,7 @@ def exact_input(subject: Subject, rounds: int) -> list[Figure]:
     share = (whole / count, whole / count)
     name = f"exact sweep ({recorded:.2f} s of recording included)"
     products = _products(derivative, chunk_size(derivative.widest() * 4, x.device), count)
-    ratio, first, second = paired(ours, products, rounds, share)
+    _, first, second = paired(ours, products, rounds, share)
     first += recorded
     figures = [
         Figure(
@@ -245,9 +246,11 @@ def _some_tangents(subject: Subject, derivative: Linearization, x: torch.Tensor)
     directions = torch.eye(x.shape[2])[: min(4 * chunk, x.shape[2])][:, None, None]
     request = Request("frobenius", [subject.model.num_heads] * len(derivative.targets))
 
+    windowed = WindowedLinearization(derivative, derivative.sources[0])
+
     def run() -> None:
         columns = [Columns("frobenius", x.shape[1]) for _ in derivative.targets]
-        sweep(derivative, derivative.sources[0], x, directions, request, chunk, columns, range(1))
+        sweep(windowed, x, directions, request, chunk, columns, range(1))
 
     return run, len(directions)
 
@@ -300,7 +303,7 @@ def layer_level(subject: Subject, rounds: int) -> list[Figure]:
     derivative, (x,), _ = passage.linearize()
     whole = x.shape[1] * x.shape[2]
     request_run, count = _some_tangents(subject, derivative, x)
-    ids, mask, segments = subject.batch.inputs[0], *subject.batch.extra
+    ids, segments = subject.batch.inputs[0], subject.batch.extra[1]
     with torch.no_grad():
         embedded = subject.eager.embeddings(ids, segments)
 
