@@ -30,7 +30,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from captum_hta.norms import accumulation_dtype
 from captum_hta.plan import CACHE, memory_budget
 
 
@@ -110,7 +109,7 @@ def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = Fal
     Returns:
         ``[batch, head, query, key]`` in at least float32.
     """
-    dtype = accumulation_dtype(factors.pattern.dtype)
+    dtype = torch.promote_types(factors.pattern.dtype, torch.float32)
     out = torch.empty(factors.pattern.shape, dtype=dtype, device=factors.pattern.device)
     for rows, heads in _parts(factors, multiply_by_inputs):
         part = _part(factors, rows, heads, dtype)

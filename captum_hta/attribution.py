@@ -102,6 +102,10 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
         """Whether columns of the Jacobians are scaled by the inputs."""
         return self._multiply_by_inputs
 
+    @property
+    def _layers(self) -> list[Module]:
+        return list(self.layer) if isinstance(self.layer, list | tuple) else [self.layer]
+
     @log_usage(part_of_slo=True)
     def attribute(
         self,
@@ -166,6 +170,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
         extra = _as_tuple(additional_forward_args)
         _check_inputs(inputs, self.source_layer)
         check_probes(n_probes, tolerance, self.norm, return_standard_error)
+        _check_internal_batch(internal_batch_size)
         answers = []
         with ExitStack() as bars:
             for rows in _splits(len(inputs[0]), internal_batch_size):
@@ -173,7 +178,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
                     self.forward_func,
                     _rows(inputs, rows, len(inputs[0])),
                     _rows(extra, rows, len(inputs[0])),
-                    self.layer if isinstance(self.layer, list | tuple) else [self.layer],
+                    list(dict.fromkeys(self._layers)),
                     self.source_layer,
                     attribute_to_neuron_input,
                 )
@@ -195,7 +200,14 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
 
     def _formatted(self, answers: list[Answer], is_tuple: bool, with_error: bool) -> Any:
         """Contributions, and standard errors if asked for, in the form of the inputs and layers."""
-        by_layer = [_contributions(answers, index) for index in range(len(answers[0].energies))]
+        found = dict(
+            zip(
+                dict.fromkeys(self._layers),
+                (_contributions(answers, index) for index in range(len(answers[0].energies))),
+                strict=True,
+            )
+        )
+        by_layer = [found[layer] for layer in self._layers]
         several = isinstance(self.layer, list | tuple)
         forms = []
         for part in zip(*by_layer, strict=True):
@@ -280,12 +292,23 @@ def _check_setting(
         )
 
 
+def _check_internal_batch(size: Any) -> None:
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ValueError(f"internal_batch_size must be a positive int or None, got {size!r}")
+
+
 def _check_inputs(inputs: tuple[Any, ...], source_layer: Module | None) -> None:
     for value in inputs:
         if not isinstance(value, Tensor):
             raise TypeError(f"inputs must be a tensor or a tuple of tensors, got {type(value).__name__}")
     if not inputs or inputs[0].dim() == 0 or len(inputs[0]) == 0:
-        raise ValueError("inputs hold no example")
+        raise ValueError("inputs hold no example: pass a batch of at least one")
+    sizes = {value.shape[:1] for value in inputs}
+    if len(sizes) > 1 and source_layer is None:
+        raise ValueError(
+            f"inputs differ in their number of examples, {sorted(size.numel() for size in sizes)}: the "
+            "first dimension of each is the batch"
+        )
     if source_layer is not None:
         return
     for value in inputs:
@@ -294,6 +317,8 @@ def _check_inputs(inputs: tuple[Any, ...], source_layer: Module | None) -> None:
                 f"inputs of type {value.dtype} have no derivative: name the module that embeds them (or "
                 "another one before the target) as source_layer"
             )
+        if value.dim() == 3 and not value.shape[1]:
+            raise ValueError("inputs hold no position: pass sequences of at least one token")
         if value.dim() != 3:
             raise ValueError(
                 f"inputs must be [batch, position, width] to be sources, got {list(value.shape)}: insert "

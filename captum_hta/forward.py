@@ -66,7 +66,7 @@ class Columns:
 
     def _add_gram(self, token: int, part: Tensor, last_part: bool) -> None:
         """The Gram matrix over directions, and its norm as soon as all directions are in."""
-        part = part.to(accumulation_dtype(part.dtype))
+        part = part.to(accumulation_dtype(part.device))
         gram = _plus(self._gram.pop(token, None), torch.einsum("nbqhd,nbqhe->bhqde", part, part))
         if last_part:
             self.sums[token] = largest_eigenvalue(gram)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
 
 from captum_hta.linearization import Linearization
-from captum_hta.recorder import Recorder
+from captum_hta.recorder import DropoutWatch, Recorder
 
 Enter = Callable[[Tensor], Tensor]
 
@@ -66,23 +67,18 @@ class ForwardPass:
             entered: list[tuple[int, Tensor]] = []
 
             def enter(x: Tensor) -> Tensor:
-                x = x.detach().clone()
-                entered.append((recorder.mark_source(x), x))
-                return x
+                handed = x.detach().clone()
+                entered.append((recorder.mark_source(handed), x.detach().clone()))
+                return handed
 
             with recorder:
                 targets = self._run(enter)
-            if recorder.random:
-                raise ValueError(
-                    "a dropout is active, so the model is in training mode and its derivative random: "
-                    "call model.eval() first"
-                )
             variables = [recorder.variable(target) for target in targets]
             derivative = Linearization(
                 recorder.calls,
                 recorder.shapes,
                 [variable for variable, _ in entered],
-                [v for v in variables if v is not None],
+                [variable for variable in variables if variable is not None],
             )
             reached = derivative.reached()
             for layer, variable in zip(self.layers, variables, strict=True):
@@ -103,9 +99,10 @@ class ForwardPass:
 
             def enter(x: Tensor) -> Tensor:
                 entered.append(x.detach().clone().requires_grad_())
-                return entered[-1]
+                return entered[-1].clone()  # which the model may write to
 
-            targets = self._run(enter)
+            with DropoutWatch():
+                targets = self._run(enter)
             for layer, target in zip(self.layers, targets, strict=True):
                 if not target.requires_grad:
                     raise self.no_path(layer)
@@ -115,7 +112,7 @@ class ForwardPass:
         """Run up to the last target; ``enter`` replaces each source by a tensor of the caller's."""
         found: dict[Module, Tensor] = {}
         inputs = tuple(_plain(value) for value in self.inputs)
-        extra = tuple(_plain(value) for value in self.extra)
+        extra = tree_map(_plain, self.extra)
         with ExitStack() as hooks:
             if self.source is None:
                 inputs = tuple(enter(x) for x in inputs)
@@ -146,7 +143,9 @@ class ForwardPass:
             _check_sequence(x, f"the output of {self.name(module)}")
             seen.append(True)
             entered = enter(x)
-            return entered if isinstance(out, Tensor) else type(out)((entered,))
+            if isinstance(out, Tensor):
+                return entered
+            return type(out)([entered if item is x else item for item in out])
 
         return self.source.register_forward_hook(hook)
 
@@ -158,8 +157,9 @@ class ForwardPass:
                     f"{self.name(module)} is called before the source {self.name(self.source)}: "
                     "choose a source that the forward pass reaches first"
                 )
-            found[module] = _only_tensor(value, what)
-            _check_sequence(found[module], what, heads=True)
+            target = _only_tensor(value, what)
+            _check_sequence(target, what, heads=True)
+            found[module] = target.clone()  # as it is now, whatever is written to it later
             if len(found) == len(set(self.layers)):
                 raise _LastTarget
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from captum_hta.agreement import agrees, has_path
 from captum_hta.forward import forward_energies
-from captum_hta.forward_pass import ForwardPass
+from captum_hta.forward_pass import ForwardPass, NoPathError
 from captum_hta.norms import Energy, joined
 from captum_hta.plan import Plan, Work, plan
 from captum_hta.probes import FIRST_PROBES, probe_energies
@@ -86,31 +87,35 @@ def answer(passage: ForwardPass, question: Question) -> Answer:
     Raises:
         ValueError: If the forward pass does not fit the question; see :class:`ForwardPass`.
     """
+    if question.way == "reverse" and not question.estimated:
+        return _reverse(passage, question)
     try:
         derivative, sources, targets = passage.linearize()
-    except NotLinearizableError as error:
-        return _without_derivative(passage, question, error)
+    except (NotLinearizableError, NoPathError) as error:
+        return _instead(passage, question, error)
     request, split = _request(passage, question, targets)
     derivatives = [WindowedLinearization(derivative, variable) for variable in derivative.sources]
     work = _work(derivatives, sources, targets, request, question)
     chosen = plan(work, question.way, question.chunk)
+    if chosen.way == "reverse":
+        return _reverse(passage, question)
+    if not agrees(passage, derivative):
+        error = "the recorded derivative is not the one that autograd gives (a custom backward function?)"
+        return _instead(passage, question, NotLinearizableError(error))
     logger.info("%s", chosen)
     request = replace(request, advance=_advance(question, work, chosen))
     with matmul_precision(question.precision):
-        energies = _energies(passage, derivatives, sources, request, chosen, question)
+        energies = _pushed(derivatives, sources, request, chosen, question)
     return _answer(energies, sources, split, chosen)
 
 
-def _energies(
-    passage: ForwardPass,
+def _pushed(
     derivatives: list[WindowedLinearization],
     sources: list[Tensor],
     request: Request,
     chosen: Plan,
     question: Question,
 ) -> list[list[Energy]]:
-    if chosen.way == "reverse":
-        return reverse_energies(passage, request, chosen.chunk)
     if chosen.way == "forward":
         return forward_energies(derivatives, sources, request, chosen.chunk)
     return probe_energies(
@@ -141,21 +146,29 @@ def matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _without_derivative(passage: ForwardPass, question: Question, error: Exception) -> Answer:
+def _instead(passage: ForwardPass, question: Question, error: Exception) -> Answer:
     """The reverse way, the only one where the forward pass cannot be linearised."""
-    if question.estimated or question.way == "forward":
-        raise ValueError(
-            f"the forward way and probes need a forward derivative, but {error}; ask for an exact "
-            "result (n_probes=None, tolerance=None), which the reverse way can give"
-        ) from error
-    logger.warning("taking the reverse way, since the forward way is closed: %s", error)
+    if not question.estimated and question.way != "forward":
+        found = _reverse(passage, question)
+        logger.warning("taking the reverse way, since the forward way is closed: %s", error)
+        return found
+    if isinstance(error, NoPathError) and not has_path(passage):
+        raise error
+    raise ValueError(
+        f"the forward way and probes need a forward derivative, but {error}; ask for an exact result "
+        "(n_probes=None, tolerance=None), which the reverse way can give"
+    ) from error
+
+
+def _reverse(passage: ForwardPass, question: Question) -> Answer:
     with passage.differentiable() as (sources, targets):
         request, split = _request(passage, question, targets)
         work = _work([], sources, targets, request, question)
-    chosen = plan(work, "reverse", question.chunk)
-    request = replace(request, advance=_advance(question, work, chosen))
-    with matmul_precision(question.precision):
-        energies = reverse_energies(passage, request, chosen.chunk)
+        chosen = plan(work, "reverse", question.chunk)
+        logger.info("%s", chosen)
+        request = replace(request, advance=_advance(question, work, chosen))
+        with matmul_precision(question.precision):
+            energies = reverse_energies(passage, sources, targets, request, chosen.chunk)
     return _answer(energies, sources, split, chosen)
 
 

@@ -2,7 +2,7 @@ r"""Norms of Jacobian blocks, and the shares of a row that they make.
 
 An *energy* is a squared norm, :math:`r_{ij}^2` for source token ``i`` and target token ``j``. It adds up
 over the tangents (or cotangents) that span the block, so it is what the ways of :mod:`.jacobian`
-accumulate, in at least float32. Axes are ``[batch, head, query, key]`` throughout.
+accumulate, in float64 where the device has it. Axes are ``[batch, head, query, key]`` throughout.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def joined(sources: Iterable[Energy]) -> Energy:
     return Energy(mean, torch.cat([energy.variance for energy in sources], dim=-1))
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least float32, so that sums of many small squares are not lost in half precision."""
-    return torch.promote_types(dtype, torch.float32)
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Float64, so that squares of small and large derivatives stay in range, where a device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def energies(tangents: Tensor, norm: str) -> Tensor:
     """What each tangent ``[..., head, d_head]`` adds to the energy: ``[..., head]``."""
-    tangents = tangents.to(accumulation_dtype(tangents.dtype))
+    tangents = tangents.to(accumulation_dtype(tangents.device))
     if norm == "sum":
         return tangents.sum(-1).square()
     return tangents.square().sum(-1)
@@ -61,7 +61,15 @@ def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:
 
     since the probes of different source tokens are independent. A row that no source reaches (0/0) is
     zero throughout.
+
+    Raises:
+        ValueError: If an energy is infinite or NaN.
     """
+    if not energy.mean.isfinite().all():
+        raise ValueError(
+            f"derivatives leave the range of {energy.mean.dtype}: check the model for infinite or NaN "
+            "activations, or take it in a wider type"
+        )
     norms = energy.mean.clamp_min(0).sqrt()
     total = norms.sum(-1, keepdim=True)
     scale = torch.where(total > 0, total, 1).reciprocal()

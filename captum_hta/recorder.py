@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
-_RANDOM = (aten.bernoulli, aten.bernoulli_, aten.native_dropout)
+_RANDOM = (aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.rrelu_with_noise)
 
 
 class NotLinearizableError(RuntimeError):
@@ -79,7 +79,6 @@ class Recorder(TorchDispatchMode):
         self._variable: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._mutated: dict[int, set[int]] = {}
-        self.random = False
         self.shapes: list[tuple[int, ...]] = []
 
     def mark_source(self, tensor: Tensor) -> int:
@@ -102,7 +101,7 @@ class Recorder(TorchDispatchMode):
         return len(self.shapes) - 1
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.random |= function.overloadpacket in _RANDOM
+        refuse_random(function)
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         self._refuse_stale(function, tensors)
@@ -125,10 +124,14 @@ class Recorder(TorchDispatchMode):
         recorded = _functional(function) if writes else function
         if writes:
             flat = [flat[0].clone(), *flat[1:]]
-        versions = [(value, value._version) for value in flat if isinstance(value, Tensor)]
+        versions = [
+            (value, value._version)
+            for value in flat
+            if isinstance(value, Tensor) and not value.is_inference()
+        ]
         out = function(*args, **kwargs)
         outputs = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
-        if not any(value.is_floating_point() for value in outputs):
+        if not any(value.is_floating_point() or value.is_complex() for value in outputs):
             return out
         if writes:
             self._note_mutation(args[0])
@@ -161,6 +164,23 @@ class Recorder(TorchDispatchMode):
                 raise NotLinearizableError(
                     f"{function} reads a tensor through an alias of one that was changed in place"
                 )
+
+
+class DropoutWatch(TorchDispatchMode):
+    """Refuses a forward pass that draws random numbers, as an active dropout does."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_random(function)
+        return function(*args, **(kwargs or {}))
+
+
+def refuse_random(function: Any) -> None:
+    """Raise a ``ValueError`` if an operator is the work of an active dropout."""
+    if function.overloadpacket in _RANDOM:
+        raise ValueError(
+            "a dropout is active, so the model is in training mode and its derivative random: call "
+            "model.eval() first"
+        )
 
 
 def _functional(function: Any) -> Any:

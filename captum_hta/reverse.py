@@ -20,11 +20,19 @@ from captum_hta.request import Request, joined_heads
 logger = logging.getLogger(__name__)
 
 
-def reverse_energies(passage: ForwardPass, request: Request, chunk: int) -> list[list[Energy]]:
+def reverse_energies(
+    passage: ForwardPass,
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    request: Request,
+    chunk: int,
+) -> list[list[Energy]]:
     """Exact energies by cotangents of every target component.
 
     Args:
-        passage: The forward pass to differentiate.
+        passage: The forward pass that joins sources and targets.
+        sources: Leaves of its graph, each ``[batch, key, width]``.
+        targets: The targets in that graph.
         request: The norm, the heads and the queries.
         chunk: Cotangents carried at once.
 
@@ -35,13 +43,12 @@ def reverse_energies(passage: ForwardPass, request: Request, chunk: int) -> list
         NoPathError: If no source reaches a target.
     """
     columns = []
-    with passage.differentiable() as (sources, targets):
-        for number, target in enumerate(targets):
-            rows = _Rows(joined_heads(target), request, request.heads[number])
-            found = rows.pull_back(sources, chunk)
-            if found is None:
-                raise passage.no_path(passage.layers[number])
-            columns.append(found)
+    for number, target in enumerate(targets):
+        rows = _Rows(joined_heads(target), request, request.heads[number])
+        found = rows.pull_back(sources, chunk)
+        if found is None:
+            raise passage.no_path(passage.layers[number])
+        columns.append(found)
     return [list(row) for row in zip(*columns, strict=True)]
 
 
@@ -59,7 +66,7 @@ class _Rows:
     def pull_back(self, sources: Sequence[Tensor], chunk: int) -> list[Energy] | None:
         """The energies for each source, or ``None`` if no source reaches the target."""
         blocks = len(self.queries) * self.heads
-        dtype = accumulation_dtype(self.target.dtype)
+        dtype = accumulation_dtype(self.target.device)
         sums = [x.new_zeros(blocks, *x.shape[:2], dtype=dtype) for x in sources]
         for rows in self._chunks(blocks * self.components, chunk):
             gradients = _gradients(self.target, sources, self._cotangents(rows))

