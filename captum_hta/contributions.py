@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -313,6 +313,8 @@ def _closed_form(attention: list[Attention], setting: _Setting) -> tuple[list[En
 def _checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
     if isinstance(texts, str):
         texts = [texts]
+    if not isinstance(texts, Iterable):
+        raise TypeError(f"texts must be a list of strings, or of pairs of strings, got {texts!r}")
     texts = list(texts)
     if not texts:
         raise ValueError("there is no text: pass a list of strings, or of pairs of strings")
@@ -339,7 +341,9 @@ def _layers(model: Model, layers: Sequence[int] | int | None, source: str | int)
     first = source if isinstance(source, int) else 0
     if layers is None:
         return list(range(max(first, 0), model.num_layers))
-    layers = [layers] if isinstance(layers, int) else list(layers)
+    layers = [layers] if isinstance(layers, int) else layers
+    if not isinstance(layers, list | tuple | range) or not all(isinstance(layer, int) for layer in layers):
+        raise TypeError(f"layers must be an int, a list of ints or None, got {layers!r}")
     outside = [layer for layer in layers if not -model.num_layers <= layer < model.num_layers]
     if outside or not layers:
         raise ValueError(

@@ -79,4 +79,5 @@ def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:
     squares = torch.where(energy.mean > 0, energy.mean, 1)
     variance = torch.where(energy.mean > 0, energy.variance / (4 * squares), 0) * scale.square()
     others = variance.sum(-1, keepdim=True) - variance
-    return share, ((1 - share).square() * variance + share.square() * others).clamp_min(0).sqrt()
+    error = ((1 - share).square() * variance + share.square() * others).clamp_min(0).sqrt()
+    return share, error.nan_to_num(nan=torch.inf, posinf=torch.inf)  # of a single probe nothing is known

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Module
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -73,7 +75,6 @@ class TransformerLensModel:
         self.d_model = bridge.cfg.d_model
         self.max_length = getattr(bridge.cfg, "n_ctx", None)
         self._closed_form = self.architecture in _POST_NORM
-        self._hooks_at_load: list[int] = []
         _Proof(self).run()
 
     @property
@@ -134,6 +135,7 @@ class TransformerLensModel:
 
     def attention(self, batch: Batch) -> list[Attention]:
         """What every layer's attention does, from one forward pass."""
+        self._require_eval()
         wanted = ["attn.hook_pattern"]
         closed = [self._closed_form and self._unhooked(layer) for layer in range(self.num_layers)]
         if any(closed):
@@ -179,15 +181,22 @@ class TransformerLensModel:
         modules = {name: self.hook_point(name) for name in names}
         return observed(modules, lambda: self.forward(*batch.inputs, *batch.extra))
 
-    def _hook_count(self, layer: int) -> int:
-        """Hooks within a block that may change what its attention computes."""
-        block = self.bridge.blocks[layer]
-        modules = [block.hook_in, *block.attn.modules()]
-        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
-
     def _unhooked(self, layer: int) -> bool:
-        """Whether a block has the hooks it had when the closed form was proven, so no new ones."""
-        return self._hooks_at_load[layer : layer + 1] == [self._hook_count(layer)]
+        """Whether no hook but the bridge's own may change what a block's attention computes."""
+        block = self.bridge.blocks[layer]
+        return all(
+            not isinstance(module, HookPoint) and hook.__module__.startswith("transformer_lens")
+            for module in (block.hook_in, *block.attn.modules())
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
+
+    def _require_eval(self) -> None:
+        """Raise if a dropout is active."""
+        for module in self.bridge.modules():
+            if isinstance(module, torch.nn.Dropout) and module.training and module.p > 0:
+                raise ValueError(
+                    f"{self.name} is in training mode, with a dropout that is active: call its eval() first"
+                )
 
 
 class _Proof:
@@ -195,7 +204,7 @@ class _Proof:
 
     def __init__(self, model: TransformerLensModel) -> None:
         self.model = model
-        self.layer = model.num_layers // 2
+        self.layer = (model.num_layers - 1) // 2
         pad = model.tokenizer.pad_token_id
         vocabulary = len(model.tokenizer)
         ids = [(7 * number + 11) % vocabulary for number in range(8)]
@@ -204,21 +213,35 @@ class _Proof:
 
     def run(self) -> None:
         """Raise if the adapter does not hold; give up the closed form if that alone does not."""
-        block = f"blocks.{self.layer}."
-        names = [block + "hook_in", block + "attn.hook_z"]
-        projection = self.model.bridge.blocks[self.layer].attn.o.original_component
-        read: list[Tensor] = []
-        handle = projection.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+        self.model._require_eval()
+        block = self.model.bridge.blocks[self.layer]
+        read: dict[str, Tensor] = {}
+        handles = [
+            _keep_input(block.original_component, read, "block"),
+            _keep_input(block.attn.o.original_component, read, "projection"),
+        ]
         try:
-            kept = self.model._observe([*names, f"{block}attn.hook_out"], self.batch)
+            values = self._values()
         finally:
-            handle.remove()
-        self._check_values(kept.get(names[0]), kept.get(names[1]), read)
-        self._check_change(kept[names[0]], kept[names[1]])
+            for handle in handles:
+                handle.remove()
+        self._check_shapes(values)
+        self._check_places(values, read)
+        self._check_change(values["head"])
         self._check_patterns()
-        # Counted after a first forward, in which the bridge registers hooks of its own.
-        self.model._hooks_at_load = [self.model._hook_count(layer) for layer in range(self.model.num_layers)]
         self._check_closed_form()
+
+    def _values(self) -> dict[str, Tensor]:
+        """The source and the targets of the block, and the source of the next one."""
+        model = self.model
+        modules = {
+            "source": model.source(self.layer),
+            "head": model.target(self.layer, "head"),
+            "layer": model.target(self.layer, "layer"),
+        }
+        if self.layer + 1 < model.num_layers:
+            modules["next"] = model.source(self.layer + 1)
+        return observed(modules, lambda: model.forward(*self.batch.inputs, *self.batch.extra))
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
@@ -227,33 +250,43 @@ class _Proof:
                 f"{self.layer}); contributions would be wrong, so the model is refused"
             )
 
-    def _check_values(self, x: Tensor | None, z: Tensor | None, read: list[Tensor]) -> None:
+    def _check_shapes(self, values: dict[str, Tensor]) -> None:
         model, shape = self.model, self.batch.inputs[0].shape
-        self._require(x is not None and z is not None, "a hook point is not reached")
-        self._require(
-            x.shape == (*shape, model.d_model),
-            f"hook_in is {list(x.shape)}, not [batch, pos, d_model]",
-        )
+        for name in ("source", "head", "layer"):
+            self._require(name in values, f"the hook point of the {name} is not reached")
+        for name in ("source", "layer"):
+            found = list(values[name].shape)
+            self._require(
+                found == [*shape, model.d_model], f"the {name} is {found}, not [batch, pos, d_model]"
+            )
+        z = values["head"]
         self._require(
             z.shape[:2] == shape and z[0, 0].numel() == model.num_heads * model.d_head,
-            f"hook_z is {list(z.shape)}, not [batch, pos, head * d_head]",
-        )
-        self._require(
-            len(read) == 1 and torch.equal(read[0].flatten(2), z.flatten(2)),
-            "hook_z is not what the output projection reads",
+            f"the head target is {list(z.shape)}, not [batch, pos, head * d_head]",
         )
 
-    def _check_change(self, x: Tensor, z: Tensor) -> None:
+    def _check_places(self, values: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+        """That source and targets are the values that their names say."""
+        self._require(_equal(values["source"], read.get("block")), "the source is not what enters the block")
+        self._require(
+            _equal(values["head"], read.get("projection")),
+            "the head target is not what the output projection reads",
+        )
+        if "next" in values:
+            self._require(
+                _equal(values["layer"], values["next"]), "the layer target is not what enters the next block"
+            )
+
+    def _check_change(self, z: Tensor) -> None:
         def shifted(module: Module, args: Any, out: Tensor) -> Tensor:
             return out + torch.linspace(-1, 1, out.shape[-1], dtype=out.dtype, device=out.device)
 
-        name = f"blocks.{self.layer}.attn.hook_z"
         handle = self.model.source(self.layer).register_forward_hook(shifted)
         try:
-            kept = self.model._observe([name], self.batch)
+            changed = self._values()["head"]
         finally:
             handle.remove()
-        self._require(not torch.equal(kept[name], z), "a change at hook_in does not reach hook_z")
+        self._require(not torch.equal(changed, z), "a change at the source does not reach the head target")
 
     def _check_patterns(self) -> None:
         pattern = self.model.attention(self.batch)[self.layer].pattern.float()
@@ -281,6 +314,17 @@ class _Proof:
                 model.architecture,
             )
             model._closed_form = False
+
+
+def _keep_input(module: Module, store: dict[str, Tensor], name: str) -> Any:
+    def keep(module: Module, args: Any, kwargs: Any) -> None:
+        store[name] = next(iter((*args, *kwargs.values()))).detach()
+
+    return module.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def _equal(value: Tensor, other: Tensor | None) -> bool:
+    return other is not None and torch.equal(value.flatten(2), other.flatten(2))
 
 
 # --- loading ---------------------------------------------------------------------------------------
@@ -355,7 +399,7 @@ def _from_pretrained(path: str) -> Module:
         cls = getattr(transformers, name or "AutoModel", transformers.AutoModel)
         with _quiet_loading():
             return cls.from_pretrained(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(
             f"no model is found at {path!r}: pass a folder with config.json and weights, or a name on "
             f"the Hugging Face hub with a network ({str(error).splitlines()[0]})"
@@ -363,7 +407,11 @@ def _from_pretrained(path: str) -> Module:
 
 
 def _tokenizer(path: str) -> Any:
+    folder = Path(path)
+    has_files = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
     try:
+        if folder.is_dir() and not has_files:
+            raise ValueError("the folder holds no file of a tokenizer")
         return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer is found at {path!r}: pass tokenizer=") from error

@@ -20,7 +20,7 @@ from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
 from scipy import stats
 
 from captum_hta import report
-from captum_hta.contributions import contributions
+from captum_hta.contributions import Contributions, contributions
 from captum_hta.study import Setting, Study, read_texts, run, shipped_pairs
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
@@ -271,9 +271,29 @@ def test_positions_one_pair_at_a_time(study: Study, singles: list[Any], quantity
         assert row(centres, **keys)["centre_of_mass"] == pytest.approx(centre, abs=1e-10)
 
 
-def test_layer_summary_is_of_the_tables(study: Study) -> None:
+def made_up(heads: int, lengths: list[int], errors: list[float]) -> Study:
+    """A study of layers 3 and 5 of no model: random attention, contributions near to it."""
+    torch.manual_seed(0)
+    study = Study.empty([3, 5], heads, max(lengths))
+    for length, error in zip(lengths, errors, strict=True):
+        attention, other = torch.randn(2, 1, 2, heads, length, length).softmax(-1)
+        mixed = Contributions(
+            values=0.5 * attention + 0.5 * other,
+            standard_error=torch.full_like(other, error) if error else None,
+            attention=attention,
+            tokens=[["a"] * length],
+            layers=[3, 5],
+            plans=[],
+        )
+        study.add({"previous_layer": mixed, "input": mixed})
+    return study
+
+
+def test_layer_summary_is_of_the_tables() -> None:
     """Medians of correlations and means of centres over heads."""
+    study = made_up(5, [4, 7, 5], [0, 0, 0])
     correlations, centres = study.correlations(), study.centres_of_mass()
+    assert study.layer_summary()["layer"].tolist() == [3, 5]
     for _, found in study.layer_summary().iterrows():
         for source in ("previous_layer", "input"):
             heads = correlations.query("layer == @found.layer and source == @source")
@@ -284,6 +304,13 @@ def test_layer_summary_is_of_the_tables(study: Study) -> None:
             heads = centres.query("layer == @found.layer and quantity == @quantity")
             expected = heads["centre_of_mass"].mean()
             assert found[f"centre_of_mass_{quantity}"] == pytest.approx(expected)
+
+
+def test_probe_errors_are_over_all_texts() -> None:
+    """The mean weighs every entry alike; the largest may be in any text."""
+    found = made_up(2, [3, 5, 4], [0.1, 0.3, 0.2]).probe_errors()
+    mean = (9 * 0.1 + 25 * 0.3 + 16 * 0.2) / (9 + 25 + 16)
+    assert found == pytest.approx({"mean": mean, "largest": 0.3}, rel=1e-6)
 
 
 def test_findings_are_shares_of_heads(study: Study) -> None:
@@ -332,7 +359,7 @@ def test_progress_adds_up(model: TransformerLensModel, texts: list[Any]) -> None
     steps: list[float] = []
     run(model, texts, EXACT, steps.append)
     assert len(steps) == len(texts)
-    assert min(steps) > 0
+    assert 0 < steps[0] <= steps[-1]
     assert sum(steps) == pytest.approx(1, abs=1e-12)
 
 

