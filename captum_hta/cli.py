@@ -11,7 +11,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import numpy as np
 import torch
 import typer
@@ -146,7 +145,7 @@ def explain(
         [f"layer {layer}, head {number}" for layer, number in zip(chosen, heads, strict=True)],
     )
     figure.savefig(output, dpi=150)
-    out.print(f"Heatmap: {output}", highlight=False)
+    out.print(f"Heatmap: {output}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _rows(values: torch.Tensor, heads: list[int]) -> Any:
@@ -301,7 +300,7 @@ def _print_study(found: study.Study, model: Model, output: Path, bad: list[study
         highlight=False,
     )
     errors = found.probe_errors()
-    if errors:
+    if errors and np.isfinite(errors["largest"]):
         out.print(
             f"Standard error of the input contributions: {errors['mean']:.4f} on average, "
             f"{errors['largest']:.4f} at most.",
@@ -309,7 +308,7 @@ def _print_study(found: study.Study, model: Model, output: Path, bad: list[study
         )
     if bad:
         out.print(f"{_count(len(bad), 'bad line')} skipped.", highlight=False)
-    out.print(f"Report: {output / 'report.html'}", highlight=False)
+    out.print(f"Report: {output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
 
 
 # --- shared ----------------------------------------------------------------------------------------
@@ -327,6 +326,8 @@ def _load(name: str | None, device: str | None) -> Model:
             return load_model(name, device=device)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(str(error)) from error
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"the model cannot run on {device!r}: {error}") from error
 
 
 def _layers(spec: str | None, model: Model) -> list[int]:
@@ -393,19 +394,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 for a failure, 2 for wrong usage, 130 if stopped."""
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    return _guarded(lambda: app(arguments, standalone_mode=False), "--debug" in arguments)
+    return _guarded(lambda: app(arguments), "--debug" in arguments)
 
 
 def _guarded(call: Callable[[], Any], debug: bool) -> int:
     try:
-        status = call()
-        return status if isinstance(status, int) else 0
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+        call()
+        return 0
+    except SystemExit as stop:  # of typer, which has shown what was wrong with the usage
+        return stop.code if isinstance(stop.code, int) else FAILED
+    except KeyboardInterrupt:
         err.print("stopped")
         return 130
     except Exception as error:

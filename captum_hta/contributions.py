@@ -151,7 +151,7 @@ def contributions(
         n_probes, tolerance, seed, way, precision,
     )  # fmt: skip
     _check(model, setting)
-    encodings = [_encode(model, text, number) for number, text in enumerate(texts)]
+    encodings = [encoded(model, text, number) for number, text in enumerate(texts)]
     collected = _Collected(model, encodings, setting)
     with progress(desc="Contributions", total=len(texts)) if show_progress else NullProgress() as bar:
         for rows in batches([len(encoding) for encoding in encodings]):
@@ -325,7 +325,12 @@ def _checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
     return [text if isinstance(text, str) else tuple(text) for text in texts]
 
 
-def _encode(model: Model, text: Text, number: int) -> Encoding:
+def encoded(model: Model, text: Text, number: int) -> Encoding:
+    """The text of that number as the model reads it.
+
+    Raises:
+        ValueError: If it has no token, or more than the model reads.
+    """
     encoding = model.encode(text)
     if not len(encoding):
         raise ValueError(f"text {number} has no token: {text!r}")

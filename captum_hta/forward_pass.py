@@ -145,7 +145,8 @@ class ForwardPass:
             entered = enter(x)
             if isinstance(out, Tensor):
                 return entered
-            return type(out)([entered if item is x else item for item in out])
+            items = [entered if item is x else item for item in out]
+            return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
 
         return self.source.register_forward_hook(hook)
 
@@ -154,8 +155,8 @@ class ForwardPass:
             what = f"the {'input' if self.at_input else 'output'} of {self.name(module)}"
             if not source_seen:
                 raise ValueError(
-                    f"{self.name(module)} is called before the source {self.name(self.source)}: "
-                    "choose a source that the forward pass reaches first"
+                    f"{self.name(module)} is called before the source {self.name(self.source)}, if that is "
+                    "called at all: choose a source that the forward pass reaches first"
                 )
             target = _only_tensor(value, what)
             _check_sequence(target, what, heads=True)
@@ -227,8 +228,9 @@ def _only_tensor(value: Any, what: str) -> Tensor:
     floats = [item for item in tensors if item.is_floating_point()]
     if len(floats) == 1:
         return floats[0]
+    found = f"{len(floats)} floating-point tensors" if tensors else f"a {type(value).__name__}"
     raise ValueError(
-        f"{what} holds {len(floats)} floating-point tensors, but one is needed: choose a module that "
+        f"{what} holds {found}, but one tensor is needed: choose a module that "
         "passes one tensor [batch, position, width], such as a hook point or a projection"
     )
 

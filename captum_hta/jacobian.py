@@ -155,8 +155,8 @@ def _instead(passage: ForwardPass, question: Question, error: Exception) -> Answ
     if isinstance(error, NoPathError) and not has_path(passage):
         raise error
     raise ValueError(
-        f"the forward way and probes need a forward derivative, but {error}; ask for an exact result "
-        "(n_probes=None, tolerance=None), which the reverse way can give"
+        f"the forward way and probes need a forward derivative, but {error}; ask for an exact result and "
+        "leave out way (n_probes=None, tolerance=None, way=None): the reverse way can give it"
     ) from error
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -21,6 +22,7 @@ from captum_hta.study import Study, finite
 
 PACKAGES = ("captum-hta", "torch", "transformers", "captum", "transformer-lens", "numpy", "scipy")
 PAPER = "Pascual et al. 2021"
+UNDEFINED = "The texts are too short, or attention too even, for a correlation in every layer."
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def write(folder: Path, study: Study, record: dict[str, Any]) -> list[Path]:
     shown = figures(study)
     record = record | {
         "findings": {name: finite(value) for name, value in study.findings().items()},
-        "input_standard_error": study.probe_errors(),
+        "input_standard_error": _finite_errors(study),
         "ways": study.plans,
         "versions": versions(),
     }
@@ -78,6 +80,11 @@ def write(folder: Path, study: Study, record: dict[str, Any]) -> list[Path]:
         (folder / name).write_text(text, encoding="utf-8")
         files.append(folder / name)
     return files
+
+
+def _finite_errors(study: Study) -> dict[str, float] | None:
+    errors = study.probe_errors()
+    return errors if errors is not None and np.isfinite(errors["largest"]) else None
 
 
 def versions() -> dict[str, str]:
@@ -149,6 +156,8 @@ def _sentence_1(study: Study) -> str:
     found = study.findings()
     pearson = found["share_of_heads_pearson_over_0.85"]
     spearman = found["share_of_heads_spearman_over_0.95"]
+    if np.isnan(pearson) or np.isnan(spearman):
+        return UNDEFINED
     return (
         f"Within its own block a head takes in roughly what it attends to: {pearson:.0%} of the heads "
         f"have a Pearson correlation above 0.85 ({PAPER}, BERT: 90%), and {spearman:.0%} a Spearman "
@@ -167,6 +176,8 @@ def _sentence_5(layers: pd.DataFrame) -> str:
 
 def _sentence_6(layers: pd.DataFrame) -> str:
     pearson, spearman = layers["pearson_input_median"], layers["spearman_input_median"]
+    if pearson.isna().any() or spearman.isna().any():
+        return UNDEFINED
     lowest = layers.loc[pearson.idxmin(), "layer"]
     return (
         "How far attention tells what a head takes in of the input tokens: over the layers, the median "
@@ -174,6 +185,12 @@ def _sentence_6(layers: pd.DataFrame) -> str:
         f"its lowest, {pearson.min():.2f}, in layer {lowest:.0f}; the median Spearman correlation goes "
         f"from {spearman.iloc[0]:.2f} to {spearman.iloc[-1]:.2f}."
     )
+
+
+def _cell(value: float) -> str:
+    if np.isnan(value):
+        return "-"
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.3f}"
 
 
 def _page(study: Study, shown: Sequence[Shown], images: dict[str, bytes], record: dict[str, Any]) -> str:
@@ -186,6 +203,7 @@ def _page(study: Study, shown: Sequence[Shown], images: dict[str, bytes], record
         images={name: base64.b64encode(image).decode() for name, image in images.items()},
         record=record,
         columns=[column.replace("_", " ") for column in layers.columns],
-        rows=layers.itertuples(index=False),
+        rows=[[_cell(value) for value in row] for row in layers.itertuples(index=False)],
+        estimated=study.probe_errors() is not None,
         tokens=sum(study.tokens),
     )

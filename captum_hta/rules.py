@@ -43,9 +43,8 @@ def _generic(call: Call) -> Push:
         with torch.no_grad():
             push(*(primal.new_zeros(1, *primal.shape) for primal in primals))
     except (RuntimeError, NotImplementedError) as error:
-        raise NotLinearizableError(
-            f"{call.name} has no forward derivative that vectorises: {error}"
-        ) from error
+        reason = str(error).partition("\n")[0]
+        raise NotLinearizableError(f"{call.name} has no forward derivative: {reason}") from error
     return push
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 Array = NDArray[np.float64]
+ROUNDING = 1e-12
 SHORTEST_ROW = 3
 """A correlation of fewer tokens than these is always 1 or -1, or undefined."""
 
@@ -35,16 +36,23 @@ def row_correlations(first: Array, second: Array) -> tuple[Array, Array]:
     if first.shape[-1] < SHORTEST_ROW:
         undefined = np.full(first.shape[:-1], np.nan)
         return undefined, undefined.copy()
+    varied = _varies(first) & _varies(second)
     ranks = stats.rankdata(first, axis=-1), stats.rankdata(second, axis=-1)
-    return _pearson(first, second), _pearson(*ranks)
+    return _pearson(first, second, varied), _pearson(*ranks, varied)
 
 
-def _pearson(first: Array, second: Array) -> Array:
-    varied = (np.ptp(first, axis=-1) > 0) & (np.ptp(second, axis=-1) > 0)
+def _pearson(first: Array, second: Array, varied: NDArray[np.bool_]) -> Array:
+    """Pearson's correlation of the rows that vary, NaN for the others."""
     result = np.full(varied.shape, np.nan)
     if varied.any():
         result[varied] = stats.pearsonr(first[varied], second[varied], axis=-1).statistic
     return result
+
+
+def _varies(rows: Array) -> NDArray[np.bool_]:
+    """Whether the values of a row differ by more than rounding."""
+    largest = np.abs(rows).max(-1)
+    return np.ptp(rows, axis=-1) > ROUNDING * largest
 
 
 @dataclass
@@ -138,12 +146,16 @@ class RelativePosition:
         """Add one example ``[layer, head, query, key]``."""
         length = values.shape[-1]
         middle = len(self.counts) // 2
+        if length > middle + 1:
+            raise ValueError(f"a text of {length} tokens, where at most {middle + 1} were said to come")
         for offset in range(1 - length, length):
             self.sums[..., middle + offset] += np.trace(values, offset, axis1=-2, axis2=-1)
             self.counts[middle + offset] += length - abs(offset)
 
     def merge(self, other: RelativePosition) -> None:
         """Add what another histogram of the same size has seen."""
+        if self.sums.shape != other.sums.shape:
+            raise ValueError(f"histograms of shapes {self.sums.shape} and {other.sums.shape} do not merge")
         self.sums += other.sums
         self.counts += other.counts
 

@@ -6,6 +6,7 @@ and where, relative to the query, both lie.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from captum_hta.contributions import Contributions, batches, contributions
+from captum_hta.contributions import Contributions, batches, contributions, encoded
 from captum_hta.model import Model, Text
 from captum_hta.statistics import Mean, RelativePosition, row_correlations
 
@@ -86,6 +87,7 @@ def read_texts(
     bad: list[BadLine] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if limit is not None and len(texts) >= limit:
                 break
             if not line.strip():
@@ -104,8 +106,10 @@ def _parse(line: bytes) -> tuple[Text, str | None]:
         record = json.loads(line)
     except UnicodeDecodeError:
         return "", "not UTF-8"
+    except json.JSONDecodeError as error:
+        return "", f"not JSON: {error.msg} at column {error.colno}"
     except (ValueError, RecursionError) as error:
-        return "", f"not JSON ({error})"
+        return "", f"not JSON that can be read: {error}"
     if not isinstance(record, dict):
         return "", f"not a JSON object but {type(record).__name__}"
     names = ("text",) if "text" in record else FIELDS
@@ -116,6 +120,8 @@ def _parse(line: bytes) -> tuple[Text, str | None]:
             return "", f"field {name!r} is not a string"
         if not record[name].strip():
             return "", f"field {name!r} is empty"
+        if any("\ud800" <= character <= "\udfff" for character in record[name]):
+            return "", f"field {name!r} holds half a character (a lone surrogate)"
     values = tuple(record[name] for name in names)
     return (values[0] if len(values) == 1 else values), None
 
@@ -233,9 +239,8 @@ class Study:
 
     def layer_summary(self) -> pd.DataFrame:
         """A row for each layer: medians over heads of the correlations, means of the centres of mass."""
-        table = self.correlations().pivot_table(
-            index="layer", columns="source", values=["pearson", "spearman"], aggfunc="median"
-        )
+        by_layer = self.correlations().groupby(["layer", "source"])[["pearson", "spearman"]]
+        table = by_layer.median().unstack("source")
         table.columns = [f"{measure}_{source}_median" for measure, source in table.columns]
         centre = self.centres_of_mass().pivot_table(
             index="layer", columns="quantity", values="centre_of_mass", aggfunc="mean"
@@ -245,17 +250,21 @@ class Study:
 
     def findings(self) -> dict[str, float]:
         """Shares of heads whose attention agrees with the previous-layer contribution."""
-        table = self.correlations().query("source == 'previous_layer'").dropna()
+        table = self.correlations().query("source == 'previous_layer'")
         return {
-            f"share_of_heads_{measure}_over_{bound}": float((table[measure] > bound).mean())
+            f"share_of_heads_{measure}_over_{bound}": float((table[measure].dropna() > bound).mean())
             for measure, bounds in (("pearson", (0.7, 0.85)), ("spearman", (0.9, 0.95)))
             for bound in bounds
         }
 
     def probe_errors(self) -> dict[str, float] | None:
-        """The achieved standard error of the input contributions; ``None`` if they are exact."""
+        """The achieved standard error of the input contributions; ``None`` if they are exact, infinite
+        for a single probe.
+        """
         if not self.errors.counts.any():
             return None
+        if not np.isfinite(self.largest_error):
+            return {"mean": float("inf"), "largest": float("inf")}
         mean = float(self.errors.sums.sum() / self.errors.counts.sum())
         return {"mean": mean, "largest": self.largest_error}
 
@@ -277,7 +286,7 @@ def run(
     Raises:
         ValueError: As :func:`captum_hta.contributions`.
     """
-    lengths = [len(model.encode(text)) for text in texts]
+    lengths = [len(encoded(model, text, number)) for number, text in enumerate(texts)]
     total = sum(length**2 for length in lengths)
     study = None
     for rows in _groups(lengths):

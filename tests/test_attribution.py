@@ -40,7 +40,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# --- models and references -------------------------------------------------------------------------
+# --- models and references ------------------------------------------------------------------------
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,7 +80,11 @@ class Mixed(nn.Module):
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.pre, self.act, self.last = nn.Linear(WIDTH, WIDTH), Apply(function), nn.Linear(WIDTH, 6)
+        self.pre, self.act, self.last = (
+            nn.Linear(WIDTH, WIDTH),
+            Apply(function),
+            nn.Linear(WIDTH, 6),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.act(self.pre(x).tanh().cumsum(1)))
@@ -184,7 +188,7 @@ def work(run: Callable[..., Any], *args: Any, **options: Any) -> int:
     return counter.elements
 
 
-# --- forms of inputs, layers and results -----------------------------------------------------------
+# --- forms of inputs, layers and results ----------------------------------------------------------
 
 FORMS = [
     ("second.out", None, (BATCH, TOKENS, TOKENS)),
@@ -315,7 +319,7 @@ def test_layers_behind_the_target_do_not_run():
     assert hta(model, ["first.z", "second.z"]).attribute(data())
 
 
-# --- arguments of attribute ------------------------------------------------------------------------
+# --- arguments of attribute -----------------------------------------------------------------------
 
 GAIN = 2.0 + torch.arange(BATCH)[:, None, None].double()
 EXTRA = {
@@ -422,7 +426,7 @@ def test_show_progress(options, capsys):
     assert printed.out == ""
 
 
-# --- as a Captum class -----------------------------------------------------------------------------
+# --- as a Captum class ----------------------------------------------------------------------------
 
 
 def test_is_a_captum_class():
@@ -516,7 +520,7 @@ def test_dtype_of_the_model(dtype, tolerance, norm, way):
     )
 
 
-# --- nothing of the caller's changes ---------------------------------------------------------------
+# --- nothing of the caller's changes --------------------------------------------------------------
 
 
 def state(model: nn.Module, *tensors: Tensor) -> dict[str, Any]:
@@ -644,7 +648,7 @@ def test_cache_that_was_filled_in_inference_mode():
     same(result, hta(model, "last").attribute(data()))
 
 
-# --- rows that no source reaches -------------------------------------------------------------------
+# --- rows that no source reaches ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -677,7 +681,7 @@ def test_scale_of_a_target_does_not_matter(scale, way):
     torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-6)
 
 
-# --- errors ----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def attributed(
@@ -736,7 +740,7 @@ ERRORS = {
     "foreign": (attributed(STRANGER), r"module Linear is not called.*pass a module that"),
     "source after target": (
         attributed("first.z", source_layer="second"),
-        r"module 'first.z' is called before the source module 'second': choose a source that",
+        r"module 'first.z' is called before the source module 'second', if that is called at all: choose a source that",
     ),
     "source not called": (attributed(source_layer=STRANGER), r"source module Linear"),
     "source called twice": (
@@ -765,11 +769,11 @@ ERRORS = {
     ),
     "target of several tensors": (
         attributed("0", model=PAIR),
-        r"output of module '0' holds 2 floating-point tensors, but one is needed: choose a module",
+        r"output of module '0' holds 2 floating-point tensors, but one tensor is needed: choose a module",
     ),
     "source of several tensors": (
         attributed("1", model=PAIR, source_layer="0"),
-        r"output of module '0' holds 2 floating-point tensors, but one is needed: choose a module",
+        r"output of module '0' holds 2 floating-point tensors, but one tensor is needed: choose a module",
     ),
     # settings of the class
     "heads do not divide": (
@@ -847,7 +851,10 @@ TYPE_ERRORS = {
     "name": (lambda: HiddenTokenAttribution(tiny(), "first.z"), MODULES + "'first.z'"),
     "empty list": (lambda: HiddenTokenAttribution(tiny(), []), MODULES + r"\[\]"),
     "list of names": (lambda: HiddenTokenAttribution(tiny(), ["first.z"]), MODULES + r"\['first"),
-    "source": (attributed(source_layer=3), r"source_layer must be a torch.nn.Module or None, got 3"),
+    "source": (
+        attributed(source_layer=3),
+        r"source_layer must be a torch.nn.Module or None, got 3",
+    ),
     "ids": (attributed(x=ids()), NO_DERIVATIVE),
     "ids in a tuple": (attributed(x=(data(), ids())), NO_DERIVATIVE),
     "list": (attributed(x=[data()]), r"inputs must be a tensor or a tuple of tensors, got list"),
@@ -898,7 +905,7 @@ def test_harmless_dropouts():
     same(hta(model, "2").attribute(data()), hta(model.eval(), "2").attribute(data()))
 
 
-# --- numbers ---------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -931,7 +938,7 @@ def test_keys_that_a_causal_model_hides(way):
     assert (result.tril()[..., 0] > 0).all()
 
 
-# --- Captum's own test models ----------------------------------------------------------------------
+# --- Captum's own test models ---------------------------------------------------------------------
 
 BASIC = data(BATCH, 5, 3, seed=3)
 
@@ -1038,7 +1045,7 @@ def test_basic_model_with_several_inputs(way):
     same(result, (torch.eye(5).double().expand(BATCH, -1, -1) / 3,) * 3)
 
 
-# --- attention kernels -----------------------------------------------------------------------------
+# --- attention kernels ----------------------------------------------------------------------------
 
 MASK = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]], dtype=torch.bool)
 
@@ -1137,7 +1144,7 @@ def test_query_that_attends_to_nothing():
 
 
 def test_fused_attention_takes_the_reverse_way(caplog):
-    """A kernel without a forward derivative is differentiated in reverse, with a word in the log."""
+    """A kernel without a forward derivative is differentiated in reverse, and the log says so."""
     result = hta(tiny(flash), ["first.z", "second"]).attribute(data())
     same(result, hta(tiny(), ["first.z", "second"]).attribute(data()))
     assert "taking the reverse way" in caplog.text
@@ -1242,7 +1249,7 @@ def test_source_that_gives_a_named_tuple(way):
     same(result, shares(torch.ones(TOKENS, TOKENS).double().tril()).expand(BATCH, -1, -1))
 
 
-# --- what has no forward derivative, writes in place, or is a constant to autograd -----------------
+# --- what has no forward derivative, writes in place, or is a constant to autograd ----------------
 
 
 class Sine(torch.autograd.Function):
