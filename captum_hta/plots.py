@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
 
 ATTENTION, PREVIOUS, INPUT = "#4c72b0", "#55a868", "#c44e52"
@@ -22,6 +22,10 @@ STYLE = {
     "figure.dpi": 120,
     "savefig.bbox": "tight",
 }
+LEAST_SIDE = 2.0
+"""Inches of a heatmap's side that its title fits on."""
+MOST_INCHES = 95.0
+"""Inches of the heatmaps of a row together."""
 MAPS = {
     "attention": "attention",
     "previous_layer": "previous-layer contribution",
@@ -40,11 +44,11 @@ def heatmaps(maps: dict[str, NDArray[np.float64]], tokens: Sequence[str], rows: 
     Returns:
         A figure with one row of panels for each of ``rows``.
     """
-    cell = float(np.clip(4.2 / len(tokens), 0.155, 0.3))
+    cell = _cell(len(tokens), len(rows))
     side = cell * len(tokens)
     with mpl.rc_context(STYLE):
         figure = Figure(
-            figsize=(len(maps) * (side + 1.0) + 0.8, len(rows) * (side + 1.25) + 0.3),
+            figsize=(len(maps) * (side + 1.3) + 0.8, len(rows) * (side + 1.25) + 0.3),
             layout="constrained",
         )
         axes = figure.subplots(len(rows), len(maps), squeeze=False)
@@ -58,14 +62,20 @@ def heatmaps(maps: dict[str, NDArray[np.float64]], tokens: Sequence[str], rows: 
     return figure
 
 
+def _cell(tokens: int, rows: int) -> float:
+    """Inches of a cell: large for short texts, and for long ones such that a viewer opens the picture."""
+    readable = float(np.clip(4.2 / tokens, 0.155, 0.3))
+    return min(max(readable, LEAST_SIDE / tokens), MOST_INCHES / (max(3, rows) * tokens))
+
+
 def _heatmap(axis: Axes, values: NDArray[np.float64], tokens: Sequence[str], cell: float) -> None:
     image = axis.imshow(values, cmap="magma_r", vmin=0, vmax=max(float(values.max()), 1e-9))
-    size = min(9.0, 52 * cell)
-    axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=size)
-    axis.set_yticks(range(len(tokens)), tokens, fontsize=size)
+    text = {"fontsize": min(9.0, 52 * cell), "parse_math": False}
+    axis.set_xticks(range(len(tokens)), tokens, rotation=90, **text)
+    axis.set_yticks(range(len(tokens)), tokens, **text)
     axis.tick_params(length=2)
     axis.spines[:].set_visible(False)
-    bar = axis.figure.colorbar(image, ax=axis, fraction=0.045, pad=0.02)
+    bar = axis.figure.colorbar(image, cax=axis.inset_axes((1.03, 0, 0.045, 1)))
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
 
@@ -85,7 +95,8 @@ def correlation_figure(correlations: pd.DataFrame, source: str) -> Figure:
             _boxes(axis, groups, layers, PREVIOUS if source == "previous_layer" else INPUT)
             axis.set_title(f"{measure.capitalize()} correlation")
             axis.set_xlabel("layer")
-            axis.set_ylim(min(0.0, table[measure].min() - 0.05), 1.02)
+        lowest = table[["pearson", "spearman"]].min().min()
+        axes[0].set_ylim(min(0.0, lowest - 0.05) if np.isfinite(lowest) else 0.0, 1.02)
         axes[0].set_ylabel(f"attention and {MAPS[source]}")
     return figure
 
@@ -111,6 +122,7 @@ def _boxes(axis: Axes, groups: Sequence[pd.Series], layers: Sequence[int], colou
 def histogram_figure(positions: pd.DataFrame, quantity: str, reach: int = 16) -> Figure:
     """Figures 2 and 3: mean value over relative position, for every head of every layer."""
     table = positions[(positions["quantity"] == quantity) & (positions["offset"].abs() <= reach)]
+    reach = max(1, int(table["offset"].abs().max()))
     layers, heads = sorted(table["layer"].unique()), sorted(table["head"].unique())
     colour = ATTENTION if quantity == "attention" else INPUT
     with mpl.rc_context(STYLE):
@@ -118,7 +130,8 @@ def histogram_figure(positions: pd.DataFrame, quantity: str, reach: int = 16) ->
         axes = figure.subplots(len(layers), len(heads), squeeze=False, sharex=True)
         for (layer, head), group in table.groupby(["layer", "head"]):
             axis = axes[layers.index(layer), heads.index(head)]
-            axis.fill_between(group["offset"], group["value"], step="mid", color=colour, linewidth=0)
+            axis.bar(group["offset"], group["value"], width=1, color=colour, linewidth=0)
+            axis.set_xlim(-reach - 0.5, reach + 0.5)
             axis.axvline(0, color="0.3", linewidth=0.5)
             axis.set_ylim(0)
             axis.set_yticks([])
@@ -128,7 +141,9 @@ def histogram_figure(positions: pd.DataFrame, quantity: str, reach: int = 16) ->
             axes[row, 0].set_ylabel(f"layer {layer}", fontsize=7)
         for column, head in enumerate(heads):
             axes[0, column].set_title(f"head {head}", fontsize=7)
-        figure.supxlabel("position of the key relative to the query (each panel on its own scale)")
+        figure.supxlabel(
+            "position of the key relative to the query\n(each panel on its own scale)", fontsize=9
+        )
     return figure
 
 
@@ -151,8 +166,10 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
             )
             axis.plot(mean.index, mean, marker="o", color=colour, label=MAPS[quantity])
         axis.axhline(0, color="0.6", linewidth=0.8)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        layers = sorted(centres["layer"].unique())
+        axis.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+        axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
         axis.set_xlabel("layer")
         axis.set_ylabel("centre of mass (tokens from the query)")
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(quantities))
     return figure

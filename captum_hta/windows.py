@@ -201,7 +201,7 @@ class WindowedLinearization:
         with torch.no_grad():
             expected = dict(self.whole.push({self.source: window.widen(tangent, Positions(-2))}))
             found = dict(self.push(tangent, tokens))
-        tolerance = min(64 * torch.finfo(tangent.dtype).eps, 0.1)
+        tolerance = min(max(64 * torch.finfo(tangent.dtype).eps, 1e-6), 0.1)
         return found.keys() == expected.keys() and all(
             _close(found[target], expected[target], tolerance) for target in expected
         )

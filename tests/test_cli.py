@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,36 +145,62 @@ def written(folder: Path, *lines: bytes, end: bytes = b"\n") -> str:
 # --- processes -----------------------------------------------------------------------------------
 
 
-def test_help(tmp_path: Path) -> None:
+RUNS: dict[str, tuple[tuple[str, ...], list[bytes]]] = {
+    "study": (("study", "data.jsonl", "--probes", "2", "--out", "deep/out"), MIXED),
+    "explain": (
+        ("explain", "Dogs bark.", "--pair", "Loud!", "--layers", "1,-1", "--head", "3")
+        + ("--probes", "4", "--out", "pair.png"),
+        [],
+    ),
+    "strict": (("study", "data.jsonl", "--strict", "--out", "out"), [GOOD[0], b"{premise: x"]),
+    "help": (("--help",), []),
+    "version": (("--version",), []),
+}
+"""Commands that run in a process of their own, and the lines of their data."""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Path]]:
+    """The processes, two at a time, since each takes seconds to start; and their folders."""
+
+    def run(name: str) -> tuple[Done, Path]:
+        arguments, lines = RUNS[name]
+        if lines:
+            written(folders[name], *lines)
+        return process(*arguments, folder=folders[name]), folders[name]
+
+    folders = {name: tmp_path_factory.mktemp(name) for name in RUNS}
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(RUNS, pool.map(run, RUNS), strict=True))
+
+
+def test_help(processes: dict[str, tuple[Done, Path]]) -> None:
     """--help names both commands."""
-    done = process("--help", folder=tmp_path)
+    done, _ = processes["help"]
     assert done.code == 0
     assert "explain" in done.out
     assert "study" in done.out
     assert done.is_calm()
 
 
-def test_version(tmp_path: Path) -> None:
+def test_version(processes: dict[str, tuple[Done, Path]]) -> None:
     """--version prints the package's version alone."""
-    done = process("--version", folder=tmp_path)
+    done, _ = processes["version"]
     assert (done.code, done.out.strip()) == (0, f"captum-hta {__version__}")
 
 
-def test_strict_stops(tmp_path: Path) -> None:
+def test_strict_stops(processes: dict[str, tuple[Done, Path]]) -> None:
     """With --strict a bad line ends the command with status 1 before any work is done."""
-    data = written(tmp_path, GOOD[0], BAD["not JSON"][0])
-    done = process("study", data, "--strict", "--out", "out", folder=tmp_path)
+    done, folder = processes["strict"]
     done.fails("1 bad line", "data.jsonl")
     assert "line 2: not JSON" in done.err
-    assert not list((tmp_path / "out").glob("*"))
+    assert not list((folder / "out").glob("*"))
 
 
-@pytest.fixture(scope="module")
-def explained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+@pytest.fixture
+def explained(processes: dict[str, tuple[Done, Path]]) -> tuple[Done, Path]:
     """A pair explained by a process, in two layers and one head."""
-    folder = tmp_path_factory.mktemp("explain")
-    options = ("--layers", "1,-1", "--head", "3", "--probes", "4", "--out", "pair.png")
-    return process("explain", "Dogs bark.", "--pair", "Loud!", *options, folder=folder), folder
+    return processes["explain"]
 
 
 def test_explain_prints_tables(explained: tuple[Done, Path]) -> None:
@@ -198,12 +225,10 @@ def test_explain_draws(explained: tuple[Done, Path]) -> None:
     assert [path.name for path in folder.iterdir()] == ["pair.png"]
 
 
-@pytest.fixture(scope="module")
-def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
-    """Three good lines and eleven bad ones studied by a process."""
-    folder = tmp_path_factory.mktemp("study")
-    data = written(folder, *MIXED)
-    done = process("study", data, "--probes", "2", "--out", "deep/out", folder=folder)
+@pytest.fixture
+def studied(processes: dict[str, tuple[Done, Path]]) -> tuple[Done, Path]:
+    """Three good lines and eleven bad ones studied by a process; and its output."""
+    done, folder = processes["study"]
     return done, folder / "deep" / "out"
 
 

@@ -81,7 +81,7 @@ def of_study(layers: int, heads: int) -> dict[str, Callable[[], Figure]]:
 
 CASES: dict[str, tuple[Any, ...]] = {
     f"heatmap_{tokens}x{rows}": (heatmap, tokens, rows)
-    for tokens, rows in ((1, 1), (3, 2), (8, 1), (25, 1), (60, 1))
+    for tokens, rows in ((1, 1), (3, 1), (4, 2), (25, 1), (60, 1))
 }
 CASES |= {
     f"{name}_{layers}x{heads}": (make,)
@@ -90,8 +90,8 @@ CASES |= {
 }
 CASES |= {f"{name}_6x12": (of_study(6, 12)[name],) for name in ("correlation", "centres")}
 CASES |= {f"{name}_12x1": (of_study(12, 1)[name],) for name in ("correlation", "positions")}
-CASES["positions_2x12"] = (of_study(2, 12)["positions"],)
-SMALL = ["heatmap_3x2", "correlation_2x2", "positions_2x2", "centres_2x2"]
+CASES["positions_1x12"] = (of_study(1, 12)["positions"],)
+SMALL = ["heatmap_3x1", "correlation_2x2", "positions_2x2", "centres_2x2"]
 
 
 def drawn(figure: Figure) -> Figure:

@@ -489,6 +489,31 @@ def test_hooks_that_take_the_place_of_others() -> None:
     assert off(found, expected) < 1e-9
 
 
+@pytest.mark.parametrize("name", ["", "attention", "attention.self.query"])
+def test_hooks_on_wrapped_modules(name: str) -> None:
+    """A hook before a module that the bridge wraps acts as in the plain model."""
+    plain = tiny_bert()
+    model = load_model(plain, WordTokenizer())
+
+    def bend(module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        states = torch.tanh(args[0] if args else kwargs["hidden_states"])
+        if args:
+            return (states, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": states}
+
+    block = model.bridge.blocks[1]
+    wrapped = {
+        "": block.original_component,
+        "attention": block.attn.original_component,
+        "attention.self.query": block.attn.q.original_component,
+    }[name]
+    for module in (wrapped, plain.base_model.encoder.layer[1].get_submodule(name)):
+        module.register_forward_pre_hook(bend, with_kwargs=True)
+    found = contributions(model, [TEXT], source="previous_layer", layers=1).values[0, 0]
+    expected = dense(plain, model.encode(TEXT), "previous_layer", "head", 1)
+    assert off(found, expected) < 1e-9
+
+
 def test_hooks_are_left_alone(bert: TransformerLensModel) -> None:
     """An attribution adds no hook to the bridge that stays."""
 
