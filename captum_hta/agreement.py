@@ -13,7 +13,6 @@ from torch import Tensor
 from captum_hta.forward_pass import ForwardPass, NoPathError
 from captum_hta.linearization import Linearization
 
-
 FLOAT32_INSIDE = 1e-4
 """Rounding that a model in float64 may have where it computes in float32, as many norms do."""
 

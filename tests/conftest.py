@@ -7,6 +7,9 @@ import torch
 from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
+# On tensors as small as most of these, a second thread costs far more than it gives.
+torch.set_num_threads(1)
+
 PAIR = ("The cat sat.", "It slept.")
 SHORT = "Dogs bark."
 

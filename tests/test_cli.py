@@ -145,11 +145,11 @@ def written(folder: Path, *lines: bytes, end: bytes = b"\n") -> str:
 # --- processes -----------------------------------------------------------------------------------
 
 
+EXPLAIN = "--pair Loud! --layers 1,-1 --head 3 --probes 4 --out pair.png"
 RUNS: dict[str, tuple[tuple[str, ...], list[bytes]]] = {
     "study": (("study", "data.jsonl", "--probes", "2", "--out", "deep/out"), MIXED),
     "explain": (
-        ("explain", "Dogs bark.", "--pair", "Loud!", "--layers", "1,-1", "--head", "3")
-        + ("--probes", "4", "--out", "pair.png"),
+        ("explain", "Dogs bark.", *EXPLAIN.split()),
         [],
     ),
     "strict": (("study", "data.jsonl", "--strict", "--out", "out"), [GOOD[0], b"{premise: x"]),
