@@ -21,6 +21,7 @@ from tqdm import tqdm
 from captum_hta import __version__, plots, report, study
 from captum_hta.contributions import Contributions, contributions
 from captum_hta.model import Model, Text
+from captum_hta.norms import NORMS
 
 EXPLAIN_PROBES = 32
 FAILED = 1
@@ -290,15 +291,17 @@ def _print_study(found: study.Study, model: Model, output: Path, bad: list[study
     for name in names.values():
         table.add_column(name, justify="right")
     for _, row in summary.iterrows():
-        values = [f"{row[name]:.2f}" for name in list(names)[1:]]
+        values = [_number(row[name], ".2f") for name in list(names)[1:]]
         table.add_row(f"{row['layer']:.0f}", *values)
     out.print(table)
     shares = found.findings()
     out.print(
-        f"Previous layer: {shares['share_of_heads_pearson_over_0.85']:.0%} of heads over Pearson 0.85, "
-        f"{shares['share_of_heads_spearman_over_0.95']:.0%} over Spearman 0.95.",
+        f"Previous layer: {_number(shares['share_of_heads_pearson_over_0.85'], '.0%')} of heads over Pearson "
+        f"0.85, {_number(shares['share_of_heads_spearman_over_0.95'], '.0%')} over Spearman 0.95.",
         highlight=False,
     )
+    for source, way in found.plans.items():
+        out.print(f"{plots.MAPS[source]}: {way}", highlight=False, style="dim")
     errors = found.probe_errors()
     if errors and np.isfinite(errors["largest"]):
         out.print(
@@ -363,6 +366,8 @@ def _check_head(head: int | None, model: Model) -> None:
 def _check_output(path: Path) -> None:
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UserError(f"--out {path} must end in .png, .svg or .pdf")
+    if path.is_dir():
+        raise UserError(f"--out {path} is a folder: name a file in it")
     if not path.absolute().parent.is_dir():
         raise UserError(f"the folder {path.absolute().parent} does not exist")
 
@@ -381,9 +386,17 @@ def _check_folder(path: Path) -> None:
 def _probes(probes: int | None, tolerance: float | None, exact: bool, norm: str, default: int) -> int | None:
     if exact and (probes is not None or tolerance is not None):
         raise UserError("--exact takes no probes: leave out --probes and --tolerance")
-    if exact or (norm == "spectral" and probes is None):
+    if norm not in NORMS:
+        raise UserError(f"--norm must be one of {', '.join(NORMS)}, got {norm!r}")
+    if norm == "spectral" and (probes is not None or tolerance is not None):
+        raise UserError("--probes and --tolerance do not estimate a spectral norm: leave them out")
+    if exact or norm == "spectral":
         return None
     return probes if probes is not None or tolerance is not None else default
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if np.isfinite(value) else "-"
 
 
 def _count(number: int, noun: str) -> str:

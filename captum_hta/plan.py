@@ -80,8 +80,8 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"{self.way} ({self.reason}): {_si(self.flops)}FLOP, "
-            f"{self.chunk} at a time in about {_si(self.memory)}B"
+            f"{self.way} ({self.reason}): {si(self.flops)}FLOP, "
+            f"{self.chunk} at a time in about {si(self.memory)}B"
         )
 
 
@@ -158,7 +158,7 @@ def memory_budget(device: torch.device) -> float:
     return CPU_MEMORY
 
 
-def _si(value: float) -> str:
+def si(value: float) -> str:
     """``value`` with three digits and a decimal prefix, ready for its unit."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if abs(value) < 1000 or prefix == "P":

@@ -20,12 +20,13 @@ STYLE = {
     "axes.spines.right": False,
     "axes.titlesize": 10,
     "figure.dpi": 120,
-    "savefig.bbox": "tight",
 }
 LEAST_SIDE = 2.0
 """Inches of a heatmap's side that its title fits on."""
+MOST_SIDE = 9.3
+"""Inches of a heatmap's side; of longer texts some tokens go without a label."""
 MOST_INCHES = 95.0
-"""Inches of the heatmaps of a row together."""
+"""Inches of the heatmaps of a column together."""
 MAPS = {
     "attention": "attention",
     "previous_layer": "previous-layer contribution",
@@ -65,14 +66,15 @@ def heatmaps(maps: dict[str, NDArray[np.float64]], tokens: Sequence[str], rows: 
 def _cell(tokens: int, rows: int) -> float:
     """Inches of a cell: large for short texts, and for long ones such that a viewer opens the picture."""
     readable = float(np.clip(4.2 / tokens, 0.155, 0.3))
-    return min(max(readable, LEAST_SIDE / tokens), MOST_INCHES / (max(3, rows) * tokens))
+    return min(max(readable, LEAST_SIDE / tokens), MOST_SIDE / tokens, MOST_INCHES / (rows * tokens))
 
 
 def _heatmap(axis: Axes, values: NDArray[np.float64], tokens: Sequence[str], cell: float) -> None:
     image = axis.imshow(values, cmap="magma_r", vmin=0, vmax=max(float(values.max()), 1e-9))
-    text = {"fontsize": min(9.0, 52 * cell), "parse_math": False}
-    axis.set_xticks(range(len(tokens)), tokens, rotation=90, **text)
-    axis.set_yticks(range(len(tokens)), tokens, **text)
+    step = max(1, round(0.155 / cell))
+    text = {"fontsize": min(9.0, 52 * cell * step), "parse_math": False}
+    axis.set_xticks(range(0, len(tokens), step), tokens[::step], rotation=90, **text)
+    axis.set_yticks(range(0, len(tokens), step), tokens[::step], **text)
     axis.tick_params(length=2)
     axis.spines[:].set_visible(False)
     bar = axis.figure.colorbar(image, cax=axis.inset_axes((1.03, 0, 0.045, 1)))
@@ -114,7 +116,7 @@ def _boxes(axis: Axes, groups: Sequence[pd.Series], layers: Sequence[int], colou
     )
     for position, group in enumerate(groups, 1):
         spread = np.linspace(-0.22, 0.22, len(group)) if len(group) > 1 else np.zeros(len(group))
-        axis.scatter(position + spread, group, s=9, color=colour, alpha=0.8, linewidths=0)
+        axis.scatter(position + spread, group, s=9, color=colour, alpha=0.8, linewidths=0, zorder=3)
     axis.grid(axis="y", color="0.92")
     axis.set_axisbelow(True)
 
@@ -130,7 +132,8 @@ def histogram_figure(positions: pd.DataFrame, quantity: str, reach: int = 16) ->
         axes = figure.subplots(len(layers), len(heads), squeeze=False, sharex=True)
         for (layer, head), group in table.groupby(["layer", "head"]):
             axis = axes[layers.index(layer), heads.index(head)]
-            axis.bar(group["offset"], group["value"], width=1, color=colour, linewidth=0)
+            edges = np.append(group["offset"] - 0.5, group["offset"].max() + 0.5)
+            axis.stairs(group["value"], edges, fill=True, color=colour)
             axis.set_xlim(-reach - 0.5, reach + 0.5)
             axis.axvline(0, color="0.3", linewidth=0.5)
             axis.set_ylim(0)
@@ -161,7 +164,7 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
                 table["centre_of_mass"],
                 s=8,
                 color=colour,
-                alpha=0.35,
+                alpha=0.5,
                 linewidths=0,
             )
             axis.plot(mean.index, mean, marker="o", color=colour, label=MAPS[quantity])

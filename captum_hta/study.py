@@ -18,6 +18,7 @@ import pandas as pd
 
 from captum_hta.contributions import Contributions, batches, contributions, encoded
 from captum_hta.model import Model, Text
+from captum_hta.plan import Plan, si
 from captum_hta.statistics import Mean, RelativePosition, row_correlations
 
 SOURCES = ("previous_layer", "input")
@@ -140,7 +141,7 @@ class Study:
         positions: Relative positions of ``"attention"`` and of each source's contribution.
         errors: Standard errors of the input contributions.
         tokens: Number of tokens of each example.
-        plans: The ways that were taken, with how often.
+        ways: For each source the ways that were taken, with their operations in all.
     """
 
     layers: list[int]
@@ -151,7 +152,7 @@ class Study:
     errors: Mean
     largest_error: float = 0.0
     tokens: list[int] = field(default_factory=list)
-    plans: dict[str, int] = field(default_factory=dict)
+    ways: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, layers: Sequence[int], heads: int, longest: int) -> Study:
@@ -178,6 +179,21 @@ class Study:
             self.spearman[source].add(spearman)
             self.positions[source].add(values)
         self._add_errors(results["input"])
+
+    def note_plans(self, source: str, plans: Sequence[Plan]) -> None:
+        """Keep what way was taken to a source's contributions, and what it cost."""
+        flops = self.ways.setdefault(source, {})
+        for plan in plans:
+            way = f"{plan.way} ({plan.reason})" if plan.way == "probes" else plan.way
+            flops[way] = flops.get(way, 0.0) + plan.flops
+
+    @property
+    def plans(self) -> dict[str, str]:
+        """For each source a line that says how its contributions were found."""
+        return {
+            source: ", ".join(f"{way}: {si(flops)}FLOP" for way, flops in ways.items())
+            for source, ways in self.ways.items()
+        }
 
     def _add_errors(self, result: Contributions) -> None:
         if result.standard_error is None:
@@ -297,9 +313,7 @@ def run(
             study.add({source: result.example(index) for source, result in results.items()})
             advance(lengths[row] ** 2 / total)
         for source, result in results.items():
-            for plan in result.plans:
-                way = f"{source}: {plan.way}"
-                study.plans[way] = study.plans.get(way, 0) + 1
+            study.note_plans(source, result.plans)
     if study is None:
         raise ValueError("there is no text to study")
     return study

@@ -184,9 +184,10 @@ class TransformerLensModel:
     def _unhooked(self, layer: int) -> bool:
         """Whether no hook but the bridge's own may change what a block's attention computes."""
         block = self.bridge.blocks[layer]
+        within = (block, block.original_component, block.hook_in, *block.attn.modules())
         return all(
             not isinstance(module, HookPoint) and hook.__module__.startswith("transformer_lens")
-            for module in (block.hook_in, *block.attn.modules())
+            for module in within
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         )
 

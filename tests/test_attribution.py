@@ -740,7 +740,7 @@ ERRORS = {
     "foreign": (attributed(STRANGER), r"module Linear is not called.*pass a module that"),
     "source after target": (
         attributed("first.z", source_layer="second"),
-        r"module 'first.z' is called before the source module 'second', if that is called at all: choose a source that",
+        r"module 'first.z' is called before the source module 'second', if that is called at all",
     ),
     "source not called": (attributed(source_layer=STRANGER), r"source module Linear"),
     "source called twice": (

@@ -41,7 +41,6 @@ BAD = {
     "number": (b"5", "not a JSON object"),
     "not UTF-8": (b'{"text": "caf\xe9"}', "UTF-8"),
     "half a character": (b'{"text": "\\ud83d"}', "text"),
-    "blank": (b"", "blank"),
 }
 """Bad lines by what is wrong with them, and a word of the report."""
 MIXED = [GOOD[0], *(BAD[kind][0] for kind in list(BAD)[:11]), GOOD[1], GOOD[2]]

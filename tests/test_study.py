@@ -398,8 +398,8 @@ def test_setting_reaches_the_contributions(model: TransformerLensModel) -> None:
 def test_study_counts_tokens_and_ways(study: Study) -> None:
     """How long the texts were, and how the contributions were found."""
     assert sorted(study.tokens) == [4, 6, 6, 7, 8]
-    assert {way.split(":")[0] for way in study.plans} == {"previous_layer", "input"}
-    assert "previous_layer: closed form" in study.plans
+    assert set(study.plans) == {"previous_layer", "input"}
+    assert study.plans["previous_layer"].startswith("closed form: ")
 
 
 def test_exact_studies_have_no_probe_error(study: Study) -> None:
