@@ -25,7 +25,7 @@ through :math:`a` alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -97,6 +97,11 @@ class _Grams:
     gq: Tensor
     kq: Tensor
     qq: Tensor
+    root: Tensor | None = None  # L with L L^T = qq, where qq is the same for all tokens
+
+    def of(self, heads: slice) -> _Grams:
+        """Those of some heads."""
+        return _Grams(*(getattr(self, part.name)[:, heads] for part in fields(self)))
 
 
 def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = False) -> Tensor:
@@ -111,9 +116,13 @@ def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = Fal
     """
     dtype = torch.promote_types(factors.pattern.dtype, torch.float32)
     out = torch.empty(factors.pattern.shape, dtype=dtype, device=factors.pattern.device)
+    fixed = None
+    if factors.norm is None and factors.key_map is None and not multiply_by_inputs:
+        fixed = _grams(_part(factors, slice(0, 1), slice(None), dtype), False)
     for rows, heads in _parts(factors, multiply_by_inputs):
         part = _part(factors, rows, heads, dtype)
-        out[rows, heads] = _energies(part, _grams(part, multiply_by_inputs))
+        grams = _grams(part, multiply_by_inputs) if fixed is None else fixed.of(heads)
+        out[rows, heads] = _energies(part, grams)
     return out
 
 
@@ -122,7 +131,7 @@ def _parts(factors: AttentionFactors, scaled: bool) -> Iterator[tuple[slice, sli
     memory budget of a device.
     """
     batch, heads, tokens, width = factors.query.shape
-    per_head = tokens * (4 * width**2 + 6 * tokens)
+    per_head = tokens * (2 * width**2 + 6 * tokens)
     if factors.norm is not None or factors.key_map is not None or scaled:
         per_head += 6 * tokens * width**2
     if scaled:
@@ -186,13 +195,15 @@ def _grams(factors: AttentionFactors, multiply_by_inputs: bool) -> _Grams:
         }
     trace = products["gg"].diagonal(dim1=-2, dim2=-1).sum(-1)
     query_map, key_map = factors.query_map, factors.key_map
+    qq = _mapped(query_map, products["qq"], query_map)
     return _Grams(
         gg=trace,
         gk=_mapped(None, products["gk"], key_map),
         kk=_mapped(key_map, products["kk"], key_map),
         gq=_mapped(None, products["gq"], query_map),
         kq=_mapped(key_map, products["kq"], query_map),
-        qq=_mapped(query_map, products["qq"], query_map),
+        qq=qq,
+        root=_root(qq.squeeze(2)) if qq.shape[2] == 1 else None,
     )
 
 
@@ -244,29 +255,68 @@ def _scaled_rows(weight: Tensor, factors: AttentionFactors) -> Tensor:
 def _energies(factors: AttentionFactors, grams: _Grams) -> Tensor:
     a, q, v, s = factors.pattern, factors.query, factors.value, factors.scale
     o = a @ v
-    distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist").square_()
     cross = q @ _apply(grams.gk.mT, v).mT - _forms(o, grams.gk, q)
-    energy = distance.mul_(_forms(q, grams.kk, q)).mul_(s**2)
+    energy = _distances(o, v).mul_(_forms(q, grams.kk, q)).mul_(s**2)
     energy.add_(cross, alpha=2 * s).add_(grams.gg[..., None, :]).mul_(a).mul_(a)
     energy.diagonal(dim1=-2, dim2=-1).add_(_own_token(factors, grams, o))
     return energy.clamp_min_(0)
 
 
+def _distances(o: Tensor, v: Tensor) -> Tensor:
+    """``|v_i - o_j|^2``, ``[batch, head, j, i]``, about the mean value so that less is lost to rounding."""
+    mean = v.mean(-2, keepdim=True)
+    o, v = o - mean, v - mean
+    squares = _square_norms(o)[..., :, None] + _square_norms(v)[..., None, :]
+    return squares.sub_(o @ v.mT, alpha=2).clamp_min_(0)
+
+
+def _square_norms(vectors: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vectors, dim=-1).square_()
+
+
 def _own_token(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
-    """What the query of a token adds to the energy of its own input: ``[batch, head, token]``."""
+    r"""What the query of a token adds to the energy of its own input: ``[batch, head, token]``.
+
+    The inner products with :math:`M_j` are sums over keys, so ``M_j`` itself is needed for its norm alone.
+    """
     a, q, k, v, s = factors.pattern, factors.query, factors.key, factors.value, factors.scale
-    moment = _moment(a, k, v, o)
     own = a.diagonal(dim1=-2, dim2=-1)
-    by_query = _inner(_times(moment, grams.qq), moment)
-    by_value = _inner(moment, grams.gq)
-    by_key = ((v - o)[..., None, :] @ moment @ _apply(grams.kq.mT, q)[..., None]).flatten(-3)
+    by_query = _query_energy(a, k, v, o, grams)
+    if grams.gq.shape[2] == 1:
+        products = (v * _apply(grams.gq, k)).sum(-1, keepdim=True)
+        by_value = (a @ products).squeeze(-1) - (o * _apply(grams.gq, a @ k)).sum(-1)
+    else:
+        by_value = (_moment(a, k, v, o) * grams.gq).sum((-2, -1))
+    offset = v - o
+    along_value = offset @ v.mT - (offset * o).sum(-1, keepdim=True)
+    along_key = _apply(grams.kq.mT, q) @ k.mT
+    by_key = (a * along_value * along_key).sum(-1)
     return s**2 * by_query + 2 * s * own * (by_value + s * by_key)
 
 
-def _moment(a: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
-    """``M_j``, ``[batch, head, token, d_head, d_head]``: the covariance of values and keys under a row
-    of the pattern.
+def _query_energy(a: Tensor, k: Tensor, v: Tensor, o: Tensor, grams: _Grams) -> Tensor:
+    r""":math:`\operatorname{tr}(M_j Q_j Q_j^\top M_j^\top)`, ``[batch, head, token]``.
+
+    Where :math:`Q Q^\top = L L^\top` is the same for all tokens it is :math:`|M_j L|^2`, and ``M_j L`` is
+    ``M_j`` with the keys :math:`L^\top k`.
     """
+    if grams.root is not None:
+        return _square_norms(_moment(a, k @ grams.root, v, o).flatten(-2))
+    moment = _moment(a, k, v, o)
+    return ((moment @ grams.qq) * moment).sum((-2, -1))
+
+
+def _root(gram: Tensor) -> Tensor:
+    """``L`` with ``L L^T`` a positive semi-definite matrix."""
+    root, failed = torch.linalg.cholesky_ex(gram)
+    if failed.any():
+        values, vectors = torch.linalg.eigh(gram)
+        return vectors * values.clamp_min(0).sqrt()[..., None, :]
+    return root
+
+
+def _moment(a: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    """``M_j``, the covariance of values and keys under a row: ``[batch, head, token, d_head, d_head]``."""
     width = v.shape[-1]
     outer = (v[..., :, None] * k[..., None, :]).flatten(-2)
     moment = (a @ outer).view(-1, width, width)
@@ -282,21 +332,6 @@ def _apply(matrix: Tensor, vectors: Tensor) -> Tensor:
     if matrix.shape[2] == 1:
         return vectors @ matrix.squeeze(2).mT
     return (matrix @ vectors[..., None]).squeeze(-1)
-
-
-def _times(left: Tensor, right: Tensor) -> Tensor:
-    """``left_i right_i``: ``[batch, head, token, d_head, d_head]``."""
-    if right.shape[2] == 1:
-        return (left.flatten(2, 3) @ right.squeeze(2)).view_as(left)
-    return left @ right
-
-
-def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """The Frobenius inner product of ``left_i`` and ``right_i``: ``[batch, head, token]``."""
-    left, right = left.flatten(-2), right.flatten(-2)
-    if right.shape[2] == 1:
-        return (left @ right.mT).squeeze(-1)
-    return (left[..., None, :] @ right[..., :, None]).flatten(-3)
 
 
 def _forms(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
