@@ -368,6 +368,7 @@ def _sweep_seconds(subject: Subject) -> float:
 
 # --- the command -----------------------------------------------------------------------------------
 
+MODELS = {"minilm": minilm, "bert-base": bert_base}
 GROUPS = ("previous", "input", "layer", "probes", "growth")
 
 
@@ -375,11 +376,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="MiniLM at 16 tokens, one round: a smoke test")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 64])
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
-    models = [minilm()] if arguments.quick else [minilm(), bert_base()]
-    lengths = [16] if arguments.quick else [16, 32, 64]
-    figures, others = measure(models, lengths, 1 if arguments.quick else 5, arguments.only, arguments.quick)
+    names = ["minilm"] if arguments.quick else arguments.models
+    lengths = [16] if arguments.quick else arguments.tokens
+    rounds = 1 if arguments.quick else arguments.rounds
+    models = [MODELS[name]() for name in names]
+    figures, others = measure(models, lengths, rounds, arguments.only, arguments.quick)
     record = {"machine": machine(), "figures": [asdict(figure) for figure in figures], **others}
     show(figures, record)
     if arguments.out:
@@ -389,6 +395,7 @@ def main() -> None:
 def measure(models, lengths: list[int], rounds: int, only, quick: bool):
     figures: list[Figure] = []
     others: dict[str, object] = {}
+    told = 0
     for model in models:
         for length in lengths:
             subject = Subject(*model, length)
@@ -398,6 +405,11 @@ def measure(models, lengths: list[int], rounds: int, only, quick: bool):
                 figures += exact_input(subject, rounds)
             if "layer" in only:
                 figures += layer_level(subject, rounds)
+            for figure in figures[told:]:
+                print(
+                    f"{figure.model} T={figure.tokens}: {figure.above} / {figure.below} = {figure.ratio:.3g}"
+                )
+            told = len(figures)
             if "probes" in only and model[0] == "MiniLM" and length <= 32:
                 lines, others[f"total_variation_{length}"] = probes(subject)
                 figures += lines
