@@ -46,7 +46,8 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model", "-m",
-        help="A folder, or a name on the Hugging Face hub. Default: the demo model, a 6-layer BERT.",
+        help="A BERT or RoBERTa: a folder, or a name on the Hugging Face hub. Default: the demo model, a "
+        "6-layer BERT.",
     ),
 ]  # fmt: skip
 Device = Annotated[str | None, typer.Option(help='Where to run, such as "cpu" or "cuda".')]
@@ -116,13 +117,15 @@ def explain(
 
     Example: captum-hta explain "The cat sat on the mat." --pair "It slept." --layers 3
     """
+    if not text.strip() or (pair is not None and not pair.strip()):
+        raise UserError("the text is empty")
+    _check_output(output)
+    n_probes = _probes(probes, tolerance, exact, norm, EXPLAIN_PROBES)
     loaded = _load(model, device)
     chosen = _layers(layers, loaded)
     if layers is None:
         chosen = [loaded.num_layers // 2]
     _check_head(head, loaded)
-    _check_output(output)
-    n_probes = _probes(probes, tolerance, exact, norm, EXPLAIN_PROBES)
     words: Text = text if pair is None else (text, pair)
     with err.status("Attributing ..."):
         results = {
@@ -274,7 +277,9 @@ def _texts(
     if bad and strict:
         raise UserError(f"{_count(len(bad), 'bad line')} in {path}; without --strict they are skipped")
     if not texts:
-        raise UserError(f'{path} has no example: each line is a JSON object with "premise" and "hypothesis"')
+        raise UserError(
+            f'{path} has no example: each line is a JSON object with "premise" and "hypothesis", or "text"'
+        )
     return texts, bad
 
 

@@ -128,7 +128,8 @@ def histogram_figure(positions: pd.DataFrame, quantity: str, reach: int = 16) ->
     layers, heads = sorted(table["layer"].unique()), sorted(table["head"].unique())
     colour = ATTENTION if quantity == "attention" else INPUT
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(0.85 * len(heads) + 1, 0.75 * len(layers) + 0.9), layout="constrained")
+        size = (max(3.6, 0.85 * len(heads) + 1), 0.75 * len(layers) + 1.1)  # on which the label fits
+        figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(len(layers), len(heads), squeeze=False, sharex=True)
         for (layer, head), group in table.groupby(["layer", "head"]):
             axis = axes[layers.index(layer), heads.index(head)]
