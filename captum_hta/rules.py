@@ -198,8 +198,20 @@ def _affine_product(call: Call) -> Push:
 
 
 def _batched_product(call: Call) -> Push:
-    r"""``bmm``: :math:`d(AB) = dA\,B + A\,dB`, each as one product per matrix of the batch."""
-    left, right = call.args
+    return product_push(call, *call.args)
+
+
+def product_push(
+    call: Call, left: Tensor, right: Tensor, place: Callable[[Tensor], Tensor] = lambda term: term
+) -> Push:
+    r"""``bmm``: :math:`d(AB) = dA\,B + A\,dB`, each as one product per matrix of the batch.
+
+    Args:
+        call: Which of the two move.
+        left: ``A``, as the tangents of ``B`` meet it.
+        right: ``B``.
+        place: Puts :math:`A\,dB` where it belongs in the result.
+    """
 
     def push(*tangents: Tensor | None) -> Tensor:
         moved = dict(zip(call.positions, tangents, strict=True))
@@ -207,7 +219,7 @@ def _batched_product(call: Call) -> Push:
         if moved.get(0) is not None:
             terms.append(stacked_product(moved[0], right))
         if moved.get(1) is not None:
-            terms.append(stacked_product(moved[1].mT, left.mT).mT)
+            terms.append(place(stacked_product(moved[1].mT, left.mT).mT))
         return _total(terms)
 
     return push

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from captum_hta.linearization import Linearization, between, flops_of
 from captum_hta.recorder import Call
-from captum_hta.rules import ELEMENTWISE, Push, stacked_product
+from captum_hta.rules import ELEMENTWISE, Push, product_push
 
 STEPS = 8
 """A causal model is narrowed to this many starting positions at most."""
@@ -155,7 +155,7 @@ class WindowedLinearization:
             for other in [known for known in self._cache if known[0] == part]:
                 del self._cache[other]
             if window.width < self.length:
-                calls = [_narrow(call, self.at, window, part == "rest") for call in calls]
+                calls = [_narrow(call, self.at, window) for call in calls]
             with torch.no_grad():
                 self._cache[key] = Linearization(calls, self.whole.shapes, sources, targets)
         return self._cache[key]
@@ -340,11 +340,11 @@ def _aligned_part(value: Tensor, at: Positions, window: Window) -> Tensor:
 # --- narrowing operators ---------------------------------------------------------------------------
 
 
-def _narrow(call: Call, at: dict[int, Positions], window: Window, causal: bool) -> Call:
+def _narrow(call: Call, at: dict[int, Positions], window: Window) -> Call:
     """The call on the window."""
     shape = window.shape(call.shape, at[call.outputs[0]])
     if call.name == "bmm":
-        rule = _NarrowProduct(at, window, causal)
+        rule = _NarrowProduct(at, window)
         return replace(call, shape=shape, versions=[], rule=rule)
     return replace(call, flat=_narrow_arguments(call, at, window), shape=shape, versions=[])
 
@@ -355,7 +355,6 @@ class _NarrowProduct:
 
     at: dict[int, Positions]
     window: Window
-    causal: bool
 
     def __call__(self, call: Call) -> Push:
         left, right = call.args
@@ -367,16 +366,6 @@ class _NarrowProduct:
         keys = self.window.narrow(left, Positions(-2)) if rows else left
         if sides.get(1) == -2:
             keys = self.window.narrow(keys, Positions(-1))
-
-        def push(*tangents: Tensor | None) -> Tensor:
-            moved = dict(zip(call.positions, tangents, strict=True))
-            terms = []
-            if moved.get(0) is not None:
-                terms.append(stacked_product(moved[0], right))
-            if moved.get(1) is not None:
-                term = stacked_product(moved[1].mT, keys.mT).mT
-                widened = rows and sides[1] == -1
-                terms.append(self.window.widen(term, Positions(-1)) if widened else term)
-            return terms[0] if len(terms) == 1 else terms[0] + terms[1]
-
-        return push
+        if rows and sides.get(1) == -1:
+            return product_push(call, keys, right, lambda term: self.window.widen(term, Positions(-1)))
+        return product_push(call, keys, right)
