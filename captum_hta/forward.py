@@ -45,29 +45,45 @@ def forward_energies(
 
 
 class Columns:
-    """Sums, source token by source token, of what tangents add to the energies of one target."""
+    """Sums, source token by source token, of what tangents add to the energies of one target.
+
+    ``sums`` and ``squares`` are ``[key, batch, head, query]``, made whole at the first tangent: what a
+    sweep keeps must not lie between what it carries, or the allocator finds no room to use again.
+    """
 
     def __init__(self, norm: str, tokens: int, squares: bool = False) -> None:
         self.norm = norm
-        self.sums: list[Tensor | None] = [None] * tokens
-        self.squares: list[Tensor | None] | None = [None] * tokens if squares else None
+        self.sums: Tensor | None = None
+        self.squares: Tensor | None = None
+        self._tokens, self._with_squares = tokens, squares
         self._gram: dict[int, Tensor] = {}
 
     def add(self, first: int, tangents: Tensor, last_part: bool) -> None:
         """Add ``[token, direction, batch, query, head, d_head]`` of source tokens from ``first`` on."""
+        if self.sums is None:
+            self._make_room(tangents)
         for token, part in enumerate(tangents, first):
             if self.norm == "spectral":
                 self._add_gram(token, part, last_part)
                 continue
             energy = energies(part, self.norm).mT
-            self.sums[token] = _plus(self.sums[token], energy.sum(0))
+            self.sums[token] += energy.sum(0)
             if self.squares is not None:
-                self.squares[token] = _plus(self.squares[token], energy.square().sum(0))
+                self.squares[token] += energy.square().sum(0)
+
+    def _make_room(self, tangents: Tensor) -> None:
+        _, _, batch, query, head, _ = tangents.shape
+        shape, dtype = (self._tokens, batch, head, query), accumulation_dtype(tangents.device)
+        self.sums = torch.zeros(shape, dtype=dtype, device=tangents.device)
+        if self._with_squares:
+            self.squares = torch.zeros_like(self.sums)
 
     def _add_gram(self, token: int, part: Tensor, last_part: bool) -> None:
         """The Gram matrix over directions, and its norm as soon as all directions are in."""
         part = part.to(accumulation_dtype(part.device))
-        gram = _plus(self._gram.pop(token, None), torch.einsum("nbqhd,nbqhe->bhqde", part, part))
+        gram = torch.einsum("nbqhd,nbqhe->bhqde", part, part)
+        if token in self._gram:
+            gram += self._gram.pop(token)
         if last_part:
             self.sums[token] = largest_eigenvalue(gram)
         else:
@@ -75,11 +91,7 @@ class Columns:
 
     def energy(self) -> Energy:
         """The sums of all source tokens, ``[batch, head, query, key]``."""
-        return Energy(torch.stack(self.sums, dim=-1))
-
-
-def _plus(total: Tensor | None, value: Tensor) -> Tensor:
-    return value if total is None else total.add_(value)
+        return Energy(self.sums.movedim(0, -1).contiguous())
 
 
 def sweep(

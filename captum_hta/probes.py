@@ -98,12 +98,12 @@ class _Run:
 
 def estimate(column: Columns, count: int, width: int) -> Energy:
     """The mean over ``count`` probes of ``width`` dimensions, and its variance."""
-    mean = torch.stack(column.sums, dim=-1) / count
+    mean = column.sums.movedim(0, -1) / count
     if count == width:
         return Energy(mean, torch.zeros_like(mean))
     if count == 1:
         return Energy(mean, torch.full_like(mean, torch.inf))
-    spread = torch.stack(column.squares, dim=-1) / count - mean.square()
+    spread = column.squares.movedim(0, -1) / count - mean.square()
     return Energy(mean, spread.clamp_min(0) / (count - 1) * (1 - count / width))
 
 
