@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, Qwen3Co
 
 from captum_hta import HiddenTokenAttribution
 from captum_hta.forward_pass import ForwardPass
-from captum_hta.windows import Positions, Window, WindowedLinearization
+from captum_hta.positions import Positions, Window
+from captum_hta.windows import WindowedLinearization
 
 COMMON = {"vocab_size": 50, "use_cache": False}
 ROTARY = {
