@@ -114,8 +114,11 @@ def sweep(
         columns: One for each target of ``derivative``.
         tokens: The source tokens to push, from one to another; ``None`` for all.
     """
+    tokens = tokens or range(x.shape[1])
+    with torch.no_grad():
+        derivative.prepare(len(tokens) * len(directions))
     index = {target: number for number, target in enumerate(derivative.whole.targets)}
-    for some, part in _chunks(tokens or range(x.shape[1]), len(directions), chunk):
+    for some, part in _chunks(tokens, len(directions), chunk):
         tangents = _tangents(x, directions[part], some, request.multiply_by_inputs)
         last_part = part.stop == len(directions)
         with torch.no_grad():
@@ -154,7 +157,7 @@ def _chunks(tokens: range, directions: int, chunk: int) -> Iterator[tuple[range,
 def _tangents(x: Tensor, directions: Tensor, tokens: range, multiply_by_inputs: bool) -> Tensor:
     """``[token * direction, batch, token, width]``: each is one direction, at its own token alone."""
     batch, _, width = x.shape
-    out = x.new_zeros(len(tokens), len(directions), batch, len(tokens), width)
+    out = x.new_zeros(batch, len(tokens), len(tokens), len(directions), width).movedim((2, 3), (0, 1))
     shared = directions.shape[2] == 1
     for number, token in enumerate(tokens):
         row = directions[:, :, 0 if shared else token].to(x)

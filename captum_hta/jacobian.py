@@ -226,10 +226,15 @@ def _work(
 ) -> Work:
     widest = max(value.numel() for value in (*sources, *targets))
     push_flops = pull_flops = [0.0] * len(targets)
+    preparation = 0.0
+    n_probes = (question.n_probes or FIRST_PROBES) if question.estimated else None
     if derivatives:
         whole = derivatives[0].whole
-        widest = max(widest, whole.widest())
-        push_flops = [max(one.flops(target) for one in derivatives) for target in whole.targets]
+        counts = [x.shape[1] * (n_probes or x.shape[2]) for x in sources]
+        pushes = list(zip(derivatives, counts, strict=True))
+        widest = max(widest, *(one.widest(count) for one, count in pushes))
+        push_flops = [max(one.flops(target, count) for one, count in pushes) for target in whole.targets]
+        preparation = sum(one.preparation_flops(count) for one, count in pushes)
         pull_flops = [float(whole.flops(target)) for target in whole.targets]
     queries = targets[0].shape[1] if request.queries is None else len(request.queries)
     return Work(
@@ -242,7 +247,8 @@ def _work(
         pull_flops=pull_flops,
         tangent_bytes=widest * sources[0].element_size(),
         norm=question.norm,
-        n_probes=(question.n_probes or FIRST_PROBES) if question.estimated else None,
+        preparation_flops=preparation,
+        n_probes=n_probes,
         device=sources[0].device,
     )
 

@@ -57,7 +57,7 @@ class Linearization:
 
     def widest(self) -> int:
         """Elements of the largest tangent on the way, for one tangent."""
-        return max((_numel(call.shape) for call in self.calls), default=0)
+        return max((numel(call.shape) for call in self.calls), default=0)
 
     def flops(self, target: int | None = None) -> int:
         """Floating-point operations of the matrix products for one tangent, up to ``target``."""
@@ -123,18 +123,21 @@ def between(calls: Sequence[Call], sources: Sequence[int], targets: Sequence[int
     return path
 
 
-def _numel(shape: Sequence[int]) -> int:
+def numel(shape: Sequence[int]) -> int:
+    """The number of elements of a shape."""
     return int(torch.Size(shape).numel())
 
 
 def flops_of(call: Call) -> int:
     """Multiply-adds, as two operations each, of a matrix product for one tangent of each argument."""
+    if call.flops is not None:
+        return call.flops
     if call.name not in ("mm", "addmm", "bmm", "baddbmm"):
         return 0
     left, right = call.args[-2:]
     shared = left.shape[-1]
     return sum(
-        2 * _numel(call.shape) * shared
+        2 * numel(call.shape) * shared
         for position in call.positions
         if call.flat[position] is left or call.flat[position] is right
     )

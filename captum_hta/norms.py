@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 NORMS = ("frobenius", "spectral", "sum")
+SMALLEST_LENGTH = 1e-15
+"""Vectors that are longer than this have no squares that matter below the range of float32."""
 
 
 @dataclass
@@ -40,10 +42,19 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 def energies(tangents: Tensor, norm: str) -> Tensor:
     """What each tangent ``[..., head, d_head]`` adds to the energy: ``[..., head]``."""
-    tangents = tangents.to(accumulation_dtype(tangents.device))
+    dtype = accumulation_dtype(tangents.device)
     if norm == "sum":
-        return tangents.sum(-1).square()
-    return tangents.square().sum(-1)
+        return tangents.sum(-1, dtype=dtype).square()
+    lengths = torch.linalg.vector_norm(tangents, dim=-1)
+    if lengths.dtype != torch.float32 or not _in_range(lengths):
+        lengths = torch.linalg.vector_norm(tangents, dim=-1, dtype=dtype)
+    return lengths.to(dtype).square()
+
+
+def _in_range(lengths: Tensor) -> bool:
+    """Whether none of the squares in these lengths left the range of float32."""
+    smallest, largest = torch.aminmax(lengths)
+    return bool(smallest > SMALLEST_LENGTH) and bool(largest < torch.inf)
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class Work:
         push_flops: For each target, the operations that carry one tangent of the batch to it.
         pull_flops: For each target, those that carry one cotangent of the batch back.
         tangent_bytes: Bytes of the widest tangent of the batch.
+        preparation_flops: Operations before the first tangent.
         norm: The norm asked for.
         n_probes: Probes per source token; ``None`` for an exact result.
         closed_form: Operations of the closed form, where it holds.
@@ -48,6 +49,7 @@ class Work:
     push_flops: Sequence[float]
     pull_flops: Sequence[float]
     tangent_bytes: float
+    preparation_flops: float = 0.0
     norm: str = "frobenius"
     n_probes: int | None = None
     closed_form: float | None = None
@@ -123,10 +125,12 @@ def _candidates(work: Work, chunk: int | None) -> list[Plan]:
     deepest = max(work.push_flops, default=0)
     if work.n_probes is not None:
         tangents = work.n_probes * work.tokens
-        return [Plan("probes", tangents * deepest, memory, chunk, f"{work.n_probes} a token")]
+        flops = work.preparation_flops + tangents * deepest
+        return [Plan("probes", flops, memory, chunk, f"{work.n_probes} a token")]
     tangents, cotangents = work.tokens * work.width, sum(work.cotangents)
     pulled = zip(work.cotangents, work.pull_flops, strict=True)
-    forward = Plan("forward", tangents * deepest, memory, chunk, f"{tangents} tangents")
+    pushed = work.preparation_flops + tangents * deepest
+    forward = Plan("forward", pushed, memory, chunk, f"{tangents} tangents")
     reverse = Plan(
         "reverse", sum(n * flops for n, flops in pulled), memory, chunk, f"{cotangents} cotangents"
     )

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from captum_hta.recorder import Call
-from captum_hta.rules import ELEMENTWISE, Push, product_push
+from captum_hta.rules import ELEMENTWISE, Push, outer, product_push
+from captum_hta.tokenwise import TokenJacobians
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,23 @@ class Window:
 
     def narrow(self, value: Tensor, at: Positions) -> Tensor:
         """The window of a tensor."""
-        if at.outer == 1:
-            return value.narrow(at.dim, self.start, self.width)
-        parts = value.unflatten(at.dim, (at.outer, self.length))
-        return parts.narrow(at.dim, self.start, self.width).flatten(at.dim - 1, at.dim)
+        part = self._part(value, at)
+        return part if at.outer == 1 else part.flatten(at.dim - 1, at.dim)
 
-    def widen(self, value: Tensor, at: Positions) -> Tensor:
-        """A tensor that is zero outside the window."""
-        padding = [0, 0] * (-at.dim - 1) + [self.start, self.length - self.stop]
-        if at.outer == 1:
-            return F.pad(value, padding)
-        return F.pad(value.unflatten(at.dim, (at.outer, -1)), padding).flatten(at.dim - 1, at.dim)
+    def widen(self, stack: Tensor, at: Positions) -> Tensor:
+        """A stack of tangents that is zero outside the window."""
+        shape = list(stack.shape)
+        shape[at.dim] = at.outer * self.length
+        out = outer(stack.new_zeros(*shape[1:-1], shape[0], shape[-1]))
+        part = self._part(out, at)
+        part.copy_(stack.reshape(part.shape))
+        return out
+
+    def _part(self, value: Tensor, at: Positions) -> Tensor:
+        """The window as a view, with an axis of its own for ``outer`` where that is not 1."""
+        if at.outer > 1:
+            value = value.unflatten(at.dim, (at.outer, self.length))
+        return value.narrow(at.dim, self.start, self.width)
 
     def shape(self, shape: Sequence[int], at: Positions) -> tuple[int, ...]:
         """The shape of the window of a tensor."""
@@ -186,6 +192,9 @@ def _aligned_part(value: Tensor, at: Positions, window: Window) -> Tensor:
 def narrowed(call: Call, at: dict[int, Positions], window: Window) -> Call:
     """The call on the window."""
     shape = window.shape(call.shape, at[call.outputs[0]])
+    if isinstance(call.rule, TokenJacobians):
+        rule = call.rule.at(window.start, window.width)
+        return replace(call, shape=shape, rule=rule, flops=call.flops * window.width // window.length)
     if call.name == "bmm":
         rule = _NarrowProduct(at, window)
         return replace(call, shape=shape, versions=[], rule=rule)

@@ -28,7 +28,7 @@ class Call:
 
     ``flat`` holds all its arguments in the order of the pytree ``spec``; ``positions`` says which of
     them carry a tangent and ``inputs`` which variable each of those is. ``outputs`` names the variable
-    of each output tensor. ``rule`` takes the place of the operator's own.
+    of each output tensor. ``rule`` and ``flops`` take the place of the operator's own.
     """
 
     function: Any
@@ -41,6 +41,7 @@ class Call:
     dtype: torch.dtype
     versions: list[tuple[Tensor, int]]
     rule: Callable[[Call], Callable[..., Any]] | None = None
+    flops: int | None = None
 
     @property
     def args(self) -> Any:

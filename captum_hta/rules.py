@@ -3,10 +3,15 @@
 A rule takes a recorded call and gives the function that pushes a stack of tangents ``[n, *shape]`` of
 the arguments that move to a stack of tangents of the output. Operators without a rule of their own take
 ``vmap`` of PyTorch's forward derivative.
+
+Rules hand on stacks that lie in memory with ``n`` before the last axis, ``[*shape[:-1], n, shape[-1]]``:
+the tangents of a token are the rows of one matrix, so that a product for each token, or for each head and
+query, takes and gives whole blocks. Stacks that lie otherwise are right too, and copied.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -78,11 +83,40 @@ def _cast(call: Call) -> Push:
     return lambda tangent: tangent.to(call.dtype)
 
 
+def inner(stack: Tensor) -> Tensor:
+    """``[*shape[:-1], n, shape[-1]]`` of ``[n, *shape]``, as stacks lie in memory."""
+    return stack.movedim(0, -2)
+
+
+def outer(rows: Tensor) -> Tensor:
+    """``[n, *shape]`` of ``[*shape[:-1], n, shape[-1]]``."""
+    return rows.movedim(-2, 0)
+
+
 def _view(call: Call) -> Push:
+    """Axes at the end that hold as many elements before as after stay behind ``n`` in memory."""
     if isinstance(call.args[1], torch.dtype):
         return _generic(call)
-    shape = call.shape
-    return lambda tangent: tangent.reshape(len(tangent), *shape)
+    before, shape = call.args[0].shape, call.shape
+    old, new = _common_tail(before, shape)
+    if not new:
+        return lambda tangent: tangent.reshape(len(tangent), *shape)
+
+    def push(tangent: Tensor) -> Tensor:
+        rows = tangent.movedim(0, len(before) - old)
+        cut = len(shape) - new
+        return rows.reshape(*shape[:cut], len(tangent), *shape[cut:]).movedim(cut, 0)
+
+    return push
+
+
+def _common_tail(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
+    """How many axes at the end of two shapes hold equally many elements: the fewest, at least one each."""
+    for old in range(1, len(before) + 1):
+        for new in range(1, len(after) + 1):
+            if math.prod(before[-old:]) == math.prod(after[-new:]):
+                return old, new
+    return 0, 0
 
 
 def _dims(call: Call) -> list[int]:
@@ -169,22 +203,13 @@ def _elementwise(call: Call) -> Push:
 
 def _matrix_product(call: Call) -> Push:
     """``mm``: a fixed matrix on one side makes a single product of the whole stack."""
-    left, right = call.args
+    left, right = (value[None] for value in call.args)
 
-    def push(*tangents: Tensor | None) -> Tensor:
-        moved = dict(zip(call.positions, tangents, strict=True))
-        terms = []
-        if moved.get(0) is not None:
-            terms.append(moved[0].reshape(-1, left.shape[1]).mm(right).view(-1, *call.shape))
-        if moved.get(1) is not None:
-            terms.append(left.matmul(moved[1]))
-        return _total(terms)
+    def lifted(tangent: Tensor | None) -> Tensor | None:
+        return None if tangent is None else tangent[:, None]
 
-    return push
-
-
-def _total(terms: Sequence[Tensor]) -> Tensor:
-    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+    push = product_push(call, left, right)
+    return lambda *tangents: push(*map(lifted, tangents))[:, 0]
 
 
 def _affine_product(call: Call) -> Push:
@@ -193,8 +218,13 @@ def _affine_product(call: Call) -> Push:
     if kwargs or call.positions != [1]:
         return _generic(call)
     _, left, right = call.args
-    width, shape = left.shape[1], call.shape
-    return lambda tangent: tangent.reshape(-1, width).mm(right).view(-1, *shape)
+    width = left.shape[1]
+
+    def push(tangent: Tensor) -> Tensor:
+        product = inner(tangent).reshape(-1, width).mm(right)
+        return outer(product.view(-1, len(tangent), right.shape[1]))
+
+    return push
 
 
 def _batched_product(call: Call) -> Push:
@@ -215,21 +245,35 @@ def product_push(
 
     def push(*tangents: Tensor | None) -> Tensor:
         moved = dict(zip(call.positions, tangents, strict=True))
-        terms = []
-        if moved.get(0) is not None:
-            terms.append(stacked_product(moved[0], right))
+        total = None
         if moved.get(1) is not None:
-            terms.append(place(stacked_product(moved[1].mT, left.mT).mT))
-        return _total(terms)
+            total = place(_fixed_left(left, moved[1]))
+        if moved.get(0) is not None:
+            total = _fixed_right(moved[0], right, total)
+        return total
 
     return push
 
 
-def stacked_product(stack: Tensor, fixed: Tensor) -> Tensor:
-    """``[n, batch, rows, inner] @ [batch, inner, columns]`` with the stack and the rows as one axis."""
-    count, batch, rows, inner = stack.shape
-    tall = stack.transpose(0, 1).reshape(batch, count * rows, inner)
-    return tall.bmm(fixed).view(batch, count, rows, -1).transpose(0, 1)
+def _fixed_right(stack: Tensor, fixed: Tensor, total: Tensor | None) -> Tensor:
+    """``total + [n, batch, rows, inner] @ [batch, inner, columns]``, the rows and the stack as one axis."""
+    count, batch, rows, depth = stack.shape
+    tall = inner(stack).reshape(batch, rows * count, depth)
+    if total is not None and inner(total).is_contiguous():
+        out = inner(total).view(batch, rows * count, -1).baddbmm_(tall, fixed)
+        return outer(out.view(batch, rows, count, -1))
+    out = outer(tall.bmm(fixed).view(batch, rows, count, -1))
+    return out if total is None else out + total
+
+
+def _fixed_left(fixed: Tensor, stack: Tensor) -> Tensor:
+    """``[batch, rows, inner] @ [n, batch, inner, columns]``, the stack and the columns as one axis."""
+    count, batch, depth, columns = stack.shape
+    if stack.stride(-1) > stack.stride(-2):  # a transposed one, such as keys
+        wide = stack.mT.movedim(0, 1).reshape(batch, count * columns, depth).mT
+    else:
+        wide = inner(stack).reshape(batch, depth, count * columns)
+    return outer(fixed.bmm(wide).view(batch, -1, count, columns))
 
 
 def _softmax(call: Call) -> Push:
@@ -255,24 +299,28 @@ def _layer_norm(call: Call) -> Push:
         return _generic(call)
     x, shape, weight, _, eps = call.args
     _, mean, inverse = torch.native_layer_norm(x, shape, None, None, eps)
+    place = x.dim() - len(shape)
     copies: dict[int, tuple[Tensor, ...]] = {}
 
     def push(tangent: Tensor) -> tuple[Tensor]:
         count = len(tangent)
         if count not in copies:
             copies.clear()
-            copies[count] = tuple(_copies(value, count) for value in (x, mean, inverse))
+            copies[count] = tuple(_copies(value, count, place) for value in (x, mean, inverse))
         x_copies, *statistics = copies[count]
+        rows = tangent.movedim(0, place).contiguous()
         out, _, _ = aten.native_layer_norm_backward(
-            tangent.contiguous(), x_copies, shape, *statistics, None, None, [True, False, False]
+            rows, x_copies, shape, *statistics, None, None, [True, False, False]
         )
-        return (out if weight is None else out.mul_(weight),)
+        return ((out if weight is None else out.mul_(weight)).movedim(place, 0),)
 
     return push
 
 
-def _copies(value: Tensor, count: int) -> Tensor:
-    return value.expand(count, *value.shape).contiguous()
+def _copies(value: Tensor, count: int, place: int) -> Tensor:
+    """``count`` copies along a new axis."""
+    shape = list(value.shape)
+    return value.unsqueeze(place).expand(*shape[:place], count, *shape[place:]).contiguous()
 
 
 def _names(listed: str) -> frozenset[str]:

@@ -5,8 +5,11 @@ causal model it is zero before its token throughout. A :class:`WindowedLineariza
 each variable holds the positions, narrows the operators to the positions that can move, and so saves
 most of the first block's projections and about half of a causal model.
 
-Nothing is taken on trust: random tangents are pushed both ways when it is made, for every window, and the
-windows are given up if the results differ.
+Nothing is taken on trust: random tangents are pushed both ways before the first use, for every window, and
+the windows are given up if the results differ.
+
+Where many tangents are to come, the token-wise stretches on their way are condensed first; see
+:mod:`.tokenwise`.
 """
 
 from __future__ import annotations
@@ -16,12 +19,24 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from captum_hta.linearization import Linearization, between, flops_of
+from captum_hta.linearization import Linearization, between, flops_of, numel
+from captum_hta.plan import chunk_size, memory_budget
 from captum_hta.positions import MixedError, Positions, Window, narrowed, positions_of
 from captum_hta.recorder import Call
+from captum_hta.tokenwise import (
+    Stretch,
+    TokenJacobians,
+    close,
+    condensed,
+    stretches,
+    token_jacobians,
+    worthwhile,
+)
 
 STEPS = 8
 """A causal model is narrowed to this many starting positions at most."""
+CONDENSED_MEMORY = 0.5
+"""Part of the memory budget that the Jacobians of condensed stretches may take."""
 
 
 class WindowedLinearization:
@@ -43,20 +58,86 @@ class WindowedLinearization:
         self._located = dict(self.at)
         self.causal = len(self._locate(self._rest, causal=True)) == len(self._rest)
         self._cache: dict[tuple[str, int, int], Linearization] = {}
+        self._checked = False
+        self._stretches = [stretch for stretch in self._found_stretches() if self._is_followed(stretch)]
+        self._condensed: dict[int, tuple[Stretch, TokenJacobians]] = {}
+        self._onward = self._rest
+
+    def flops(self, target: int, count: int = 1) -> float:
+        """Operations for one tangent of one token up to ``target``, on average over the tokens, where
+        ``count`` tangents are pushed.
+        """
+        calls = condensed(self._rest, [(stretch, None) for stretch in self._worthwhile(count)])
+        prefix = {id(call) for call in self._prefix}
+        needed = between([*self._prefix, *calls], self.whole.sources, (target,))
+        return sum(
+            flops_of(call) * (1 / self.length if id(call) in prefix else self._share) for call in needed
+        )
+
+    def preparation_flops(self, count: int) -> float:
+        """Operations spent before the first of ``count`` tangents."""
+        return sum(stretch.preparation_flops for stretch in self._worthwhile(count))
+
+    def widest(self, count: int) -> int:
+        """Elements of the largest tangent on the way, for one of ``count`` tangents."""
+        return self._widest(self._worthwhile(count))
+
+    def _widest(self, chosen: Sequence[Stretch]) -> int:
+        calls = condensed(self._rest, [(stretch, None) for stretch in chosen])
+        return max((numel(call.shape) for call in calls), default=0)
+
+    def prepare(self, count: int) -> None:
+        """Check the windows, and condense what pays for ``count`` more tangents."""
+        self._check()
+        fresh = [stretch for stretch in self._worthwhile(count) if stretch.exit not in self._condensed]
+        for stretch in fresh:
+            rule = token_jacobians(stretch, self.whole.shapes)
+            if rule is None:
+                self._stretches.remove(stretch)
+            else:
+                self._condensed[stretch.exit] = (stretch, rule)
+        if fresh:
+            self._onward = condensed(self._rest, list(self._condensed.values()))
+            self._cache.clear()
+
+    @property
+    def _share(self) -> float:
+        """The part of the positions that the windows of a causal model hold, on average."""
+        return 0.5 * (1 + 1 / min(STEPS, self.length)) if self.causal else 1.0
+
+    def _found_stretches(self) -> list[Stretch]:
+        return stretches(self._rest, self.whole.shapes, self.length, self.whole.targets)
+
+    def _is_followed(self, stretch: Stretch) -> bool:
+        """Whether a window of the stretch is a window of its Jacobians."""
+        ends = (self.at.get(stretch.entry), self.at.get(stretch.exit))
+        return not self.causal or ends == (Positions(-2), Positions(-2))
+
+    def _worthwhile(self, count: int) -> list[Stretch]:
+        """The stretches to condense for ``count`` tangents, those that already are among them."""
+        if not self._stretches:
+            return []
+        known = [stretch for stretch, _ in self._condensed.values()]
+        others = [stretch for stretch in self._stretches if stretch.exit not in self._condensed]
+        like = self.whole.calls[0].primals[0]
+        chunk = chunk_size(self._widest(self._stretches) * like.element_size(), like.device)
+        room = CONDENSED_MEMORY * memory_budget(like.device) / like.element_size()
+        room -= sum(stretch.elements for stretch in known)
+        return [*known, *worthwhile(others, count * self._share, chunk, room)]
+
+    def _check(self) -> None:
+        """Give up the windows that do not hold."""
+        if self._checked:
+            return
+        self._checked = True
         if not self._proven():
             self.causal = False
             if not self._proven():
-                self._prefix, self._rest, self._border = [], list(whole.calls), [source]
-
-    def flops(self, target: int) -> float:
-        """Operations for one tangent of one token up to ``target``, on average over the tokens."""
-        share = 0.5 * (1 + 1 / min(STEPS, self.length)) if self.causal else 1.0
-        needed = between(self.whole.calls, self.whole.sources, (target,))
-        kept = {id(call) for call in self._prefix}
-        return sum(flops_of(call) * (1 / self.length if id(call) in kept else share) for call in needed)
+                self._prefix, self._rest, self._border = [], list(self.whole.calls), [self.source]
+                self._onward, self._stretches = self._rest, self._found_stretches()
 
     def push(self, tangents: Tensor, tokens: range) -> Iterator[tuple[int, Tensor]]:
-        """Push tangents of some tokens.
+        """Push tangents of some tokens, after :meth:`prepare`.
 
         Args:
             tangents: ``[n, batch, len(tokens), width]``, zero at all other positions.
@@ -94,7 +175,7 @@ class WindowedLinearization:
             yield from prefix.push({self.source: tangents})
 
     def _through_rest(self, window: Window) -> Linearization:
-        return self._narrowed("rest", window, self._rest, self._border, self.whole.targets)
+        return self._narrowed("rest", window, self._onward, self._border, self.whole.targets)
 
     def _narrowed(
         self, part: str, window: Window, calls: list[Call], sources: Sequence[int], targets: Sequence[int]
@@ -159,14 +240,6 @@ class WindowedLinearization:
         with torch.no_grad():
             expected = dict(self.whole.push({self.source: window.widen(tangent, Positions(-2))}))
             found = dict(self.push(tangent, tokens))
-        tolerance = min(max(64 * torch.finfo(tangent.dtype).eps, 1e-6), 0.1)
         return found.keys() == expected.keys() and all(
-            _close(found[target], expected[target], tolerance) for target in expected
+            close(found[target], expected[target]) for target in expected
         )
-
-
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    if found.shape != expected.shape:
-        return False
-    error = (found - expected).double().norm()
-    return bool(error <= tolerance * expected.double().norm())

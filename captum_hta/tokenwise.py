@@ -1,0 +1,262 @@
+r"""Stretches of a model that act on each token by itself, condensed into one Jacobian a token.
+
+Between two attentions a model is token-wise: its output at token ``j`` depends on its input at token ``j``
+alone. From the residual stream before a block's feed-forward part to the one after it,
+:math:`D \times D` numbers a token say all that tangents need:
+
+.. math:: \dot w_j = \dot u_j N_j , \qquad N_j = \Big(\frac{\partial w_j}{\partial u_j}\Big)^{\!\top} .
+
+With an inner width of :math:`4 D` the stretch costs a tangent :math:`16 D^2` operations a token and the
+product :math:`2 D^2`, so a block comes down from :math:`24 D^2` to :math:`10 D^2`. The :math:`N_j` of all
+tokens take ``D`` tangents through the stretch, since tokens do not disturb each other; an exact sweep
+pushes ``D`` tangents for *each* source token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from captum_hta.linearization import Linearization, flops_of, numel
+from captum_hta.plan import chunk_size
+from captum_hta.recorder import Call
+from captum_hta.rules import Push, inner, outer
+
+STREAM = 80
+"""Operations that a CPU does while it reads one number from memory: a few tangents at a time read the
+matrices for nearly nothing."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Operators that lead from one variable ``[batch, position, width]`` to another and nowhere else.
+
+    Attributes:
+        calls: The operators, in their order.
+        entry: The variable they read.
+        exit: The variable that others read of them.
+        shape: ``(batch, position, width of the entry, width of the exit)``.
+        flops: Operations for one tangent of all tokens.
+    """
+
+    calls: tuple[Call, ...]
+    entry: int
+    exit: int
+    shape: tuple[int, int, int, int]
+    flops: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers in the Jacobians of all tokens."""
+        return numel(self.shape)
+
+    @property
+    def preparation_flops(self) -> int:
+        """Operations that its Jacobians take."""
+        return self.shape[2] * self.flops
+
+    def gain(self, count: float, chunk: int) -> float:
+        """Operations saved on ``count`` tangents that are carried ``chunk`` at a time."""
+        product = self.elements * max(2.0, STREAM / chunk)
+        return count * (self.flops - product) - self.preparation_flops
+
+
+@dataclass(frozen=True)
+class TokenJacobians:
+    """The rule of a condensed stretch: ``matrices`` are ``[batch, position, width in, width out]``."""
+
+    matrices: Tensor
+
+    def __call__(self, call: Call) -> Push:
+        """The push of a stack ``[n, batch, position, width in]``."""
+        return lambda tangent: outer(inner(tangent) @ self.matrices)
+
+    def at(self, start: int, count: int) -> TokenJacobians:
+        """Those of some positions."""
+        return TokenJacobians(self.matrices.narrow(1, start, count))
+
+
+def stretches(
+    calls: Sequence[Call], shapes: Sequence[tuple[int, ...]], length: int, targets: Iterable[int]
+) -> list[Stretch]:
+    """Stretches that a product with a Jacobian could replace for fewer operations, none within another.
+
+    They are told by their shapes and by the flow of variables alone; whether one is token-wise
+    :func:`token_jacobians` finds out.
+
+    Args:
+        calls: Operators on the way from sources to targets.
+        shapes: The shape of every variable.
+        length: The number of positions.
+        targets: Variables that must be there in the end.
+    """
+    search = _Search(calls, shapes, length, set(targets))
+    found: list[Stretch] = []
+    free = 0
+    for index, call in enumerate(calls):
+        if index < free:
+            continue
+        best = search.best(call.outputs[0], index + 1)
+        if best is not None:
+            stretch, free = best
+            found.append(stretch)
+    return found
+
+
+class _Search:
+    """Looks for the best stretch from a given variable on."""
+
+    def __init__(
+        self, calls: Sequence[Call], shapes: Sequence[tuple[int, ...]], length: int, targets: set[int]
+    ) -> None:
+        self.calls, self.shapes, self.length, self.targets = calls, shapes, length, targets
+        self.readers: dict[int, list[int]] = {}
+        for index, call in enumerate(calls):
+            for variable in call.inputs:
+                self.readers.setdefault(variable, []).append(index)
+
+    def best(self, entry: int, first: int) -> tuple[Stretch, int] | None:
+        """The stretch that saves most, and the index of the call after it."""
+        if not self._is_sequence(entry) or entry not in self.readers:
+            return None
+        closure = self._closure(entry, first)
+        best, after, saved = None, first, 0
+        for index in closure:
+            exit_ = self.calls[index].outputs[0]
+            if not self._is_alike(entry, exit_, self.calls[index].dtype):
+                continue
+            inside = self._between(closure, exit_)
+            if not self._is_closed(inside, exit_):
+                continue
+            stretch = self._stretch(entry, exit_, inside)
+            gain = stretch.flops - 2 * stretch.elements
+            if gain > 0 and gain >= saved:  # of equal ones the longest
+                best, after, saved = stretch, index + 1, gain
+        return None if best is None else (best, after)
+
+    def _is_sequence(self, variable: int) -> bool:
+        shape = self.shapes[variable]
+        return len(shape) == 3 and shape[1] == self.length
+
+    def _is_alike(self, entry: int, exit_: int, dtype: torch.dtype) -> bool:
+        """Whether the exit is a sequence of the same batch in the same type of numbers."""
+        reader = self.calls[self.readers[entry][0]]
+        same = self.shapes[exit_][:1] == self.shapes[entry][:1] and self._is_sequence(exit_)
+        return same and dtype == reader.primals[reader.inputs.index(entry)].dtype
+
+    def _closure(self, entry: int, first: int) -> dict[int, None]:
+        """Calls that depend on the entry alone, up to where attention or the like mixes tokens."""
+        known, closure = {entry}, {}
+        last = max(self.readers.get(entry, [first]))
+        for index in range(first, len(self.calls)):
+            if index > last:
+                break
+            call = self.calls[index]
+            if known.issuperset(call.inputs) and _may_be_tokenwise(call):
+                closure[index] = None
+                known.update(call.outputs)
+                last = max([last, *(r for out in call.outputs for r in self.readers.get(out, []))])
+        return closure
+
+    def _between(self, closure: Iterable[int], exit_: int) -> list[int]:
+        """The calls of the closure that the exit depends on."""
+        needed, inside = {exit_}, []
+        for index in reversed(list(closure)):
+            call = self.calls[index]
+            if needed.intersection(call.outputs):
+                needed.update(call.inputs)
+                inside.append(index)
+        return inside[::-1]
+
+    def _is_closed(self, inside: Sequence[int], exit_: int) -> bool:
+        """Whether nothing else reads what is inside."""
+        members = set(inside)
+        inner = {out for index in inside for out in self.calls[index].outputs} - {exit_}
+        return not inner & self.targets and all(
+            members.issuperset(self.readers.get(variable, [])) for variable in inner
+        )
+
+    def _stretch(self, entry: int, exit_: int, inside: Sequence[int]) -> Stretch:
+        calls = tuple(self.calls[index] for index in inside)
+        shape = (*self.shapes[entry], self.shapes[exit_][2])
+        return Stretch(calls, entry, exit_, shape, sum(flops_of(call) for call in calls))
+
+
+def _may_be_tokenwise(call: Call) -> bool:
+    """Not a product of attention, and a real function."""
+    is_complex = call.dtype.is_complex or any(primal.is_complex() for primal in call.primals)
+    return call.name not in ("bmm", "baddbmm") and not is_complex
+
+
+def worthwhile(found: Sequence[Stretch], count: float, chunk: int, numbers: float) -> list[Stretch]:
+    """The stretches to condense for ``count`` tangents, with room for that many ``numbers``."""
+    chosen = []
+    for stretch in sorted(found, key=lambda stretch: -stretch.gain(count, chunk)):
+        if stretch.gain(count, chunk) > 0 and stretch.elements <= numbers:
+            chosen.append(stretch)
+            numbers -= stretch.elements
+    return chosen
+
+
+def token_jacobians(stretch: Stretch, shapes: Sequence[tuple[int, ...]]) -> TokenJacobians | None:
+    """The Jacobians of all tokens, or ``None`` if the stretch is not token-wise.
+
+    Every direction is pushed at all tokens at once. What comes of it is right only if no token disturbs
+    another, so random tangents are pushed both ways in the end.
+
+    Args:
+        stretch: The operators.
+        shapes: The shape of every variable.
+    """
+    batch, positions, width_in, _ = stretch.shape
+    like = stretch.calls[0].primals[0]
+    with torch.no_grad():
+        derivative = Linearization(stretch.calls, shapes, (stretch.entry,), (stretch.exit,))
+        chunk = chunk_size(derivative.widest() * like.element_size(), like.device)
+
+        def pushed(tangent: Tensor) -> Tensor:
+            return next(image for _, image in derivative.push({stretch.entry: tangent}))
+
+        matrices = like.new_empty(stretch.shape)
+        basis = torch.eye(width_in, dtype=like.dtype, device=like.device)
+        for start in range(0, width_in, chunk):
+            some = basis[start : start + chunk, None, None].expand(-1, batch, positions, -1)
+            matrices[:, :, start : start + chunk] = pushed(some).permute(1, 2, 0, 3)
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(2, batch, positions, width_in, generator=generator).to(like)
+        expected = pushed(noise)
+        found = TokenJacobians(matrices)
+        return found if close(found(stretch.calls[0])(noise), expected) else None
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two stacks of tangents are equal but for rounding."""
+    if found.shape != expected.shape:
+        return False
+    tolerance = min(max(64 * torch.finfo(found.dtype).eps, 1e-6), 0.1)
+    error = (found - expected).double().norm()
+    return bool(error <= tolerance * expected.double().norm())
+
+
+def condensed(calls: Sequence[Call], rules: Sequence[tuple[Stretch, TokenJacobians | None]]) -> list[Call]:
+    """The operators with each stretch as one of them, in the place of its last; without its rule it can
+    be counted, not run.
+    """
+    by_last = {id(stretch.calls[-1]): (stretch, rule) for stretch, rule in rules}
+    inside = {id(call) for stretch, _ in rules for call in stretch.calls}
+    out = []
+    for call in calls:
+        if id(call) in by_last:
+            stretch, rule = by_last[id(call)]
+            out.append(
+                replace(
+                    call, flat=[], positions=[], inputs=[stretch.entry], versions=[], rule=rule,
+                    outputs=[stretch.exit], flops=2 * stretch.elements,
+                )
+            )  # fmt: skip
+        elif id(call) not in inside:
+            out.append(call)
+    return out

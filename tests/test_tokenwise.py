@@ -1,0 +1,149 @@
+"""Stretches between attentions as one Jacobian a token: the same tangents for fewer operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    GPTNeoXConfig,
+    GPTNeoXModel,
+    LlamaConfig,
+    LlamaModel,
+)
+
+from captum_hta import HiddenTokenAttribution
+from captum_hta.forward_pass import ForwardPass
+from captum_hta.plan import CACHE
+from captum_hta.positions import Positions, Window
+from captum_hta.tokenwise import Stretch, stretches, token_jacobians, worthwhile
+from captum_hta.windows import WindowedLinearization
+
+LENGTH, WIDTH = 9, 16
+SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
+MODELS = {
+    "bert": lambda: BertModel(BertConfig(intermediate_size=4 * WIDTH, **SIZES)),
+    "gpt2": lambda: GPT2Model(GPT2Config(n_embd=WIDTH, n_layer=3, n_head=4, vocab_size=50)),
+    "llama": lambda: LlamaModel(LlamaConfig(intermediate_size=3 * WIDTH, num_key_value_heads=2, **SIZES)),
+    "neox": lambda: GPTNeoXModel(GPTNeoXConfig(intermediate_size=4 * WIDTH, **SIZES)),
+}
+
+STRETCHES = {"bert": 3, "gpt2": 3, "llama": 3, "neox": 2}  # a parallel block's first is before any mixing
+
+
+def derivative(name: str, batch: int = 1, layers: slice = slice(None)) -> WindowedLinearization:
+    """Of the outputs of the blocks of a random model, from its embedding."""
+    torch.manual_seed(0)
+    model = MODELS[name]().double().eval()
+    model.set_attn_implementation("eager")
+    if name == "bert":
+        blocks, source = model.encoder.layer, model.embeddings
+    elif name == "gpt2":
+        blocks, source = model.h, model.drop
+    else:
+        blocks, source = model.layers, model.get_input_embeddings()
+    ids = torch.randint(0, 50, (batch, LENGTH))
+    passage = ForwardPass(model, (ids,), (), list(blocks)[layers], source)
+    whole = passage.linearize()[0]
+    return WindowedLinearization(whole, whole.sources[0])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_condensed_tangents_are_those_of_the_whole(name: str, batch: int) -> None:
+    """For every target, from the first token and from one in the middle."""
+    found = derivative(name, batch)
+    found.prepare(10**6)
+    assert len(found._condensed) == STRETCHES[name]
+    scale = 1e4 if name in ("llama", "neox") else 1  # which compute in float32 inside
+    for tokens in (range(1), range(4, 6)):
+        tangents = torch.randn(3, batch, len(tokens), WIDTH, dtype=torch.float64)
+        full = Window(tokens.start, tokens.stop, LENGTH).widen(tangents, Positions(-2))
+        with torch.no_grad():
+            expected = dict(found.whole.push({found.source: full}))
+            pushed = dict(found.push(tangents, tokens))
+        assert pushed.keys() == expected.keys()
+        for target, value in expected.items():
+            torch.testing.assert_close(pushed[target], value, rtol=1e-10 * scale, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "neox"])
+def test_operations_saved(name: str) -> None:
+    """A feed-forward part of 16 D^2 operations a token becomes one of 2 D^2."""
+    found = derivative(name)
+    last = found.whole.targets[-1]
+    saved = STRETCHES[name] * (16 - 2) * WIDTH**2 * LENGTH
+    assert found.flops(last, 1) - found.flops(last, 10**6) == pytest.approx(saved * found._share)
+    assert found.preparation_flops(10**6) == STRETCHES[name] * 16 * WIDTH**3 * LENGTH
+    assert found.preparation_flops(1) == 0
+
+
+def test_few_tangents_are_not_worth_it() -> None:
+    """Nothing is condensed for fewer tangents than the Jacobians themselves take."""
+    found = derivative("bert")
+    found.prepare(WIDTH)
+    assert not found._condensed
+    found.prepare(LENGTH * WIDTH)
+    assert len(found._condensed) == 3
+
+
+def test_gain_counts_reading() -> None:
+    """A few tangents at a time wait for the matrices to be read, and room is limited."""
+    stretch = Stretch((), 0, 1, (1, 10, 8, 8), 16 * 10 * 64)
+    assert stretch.gain(1000, 100) > 0 > stretch.gain(1000, 1)
+    assert worthwhile([stretch], 1000, 100, 640) == [stretch]
+    assert worthwhile([stretch], 1000, 100, 639) == []
+
+
+def test_target_inside() -> None:
+    """A stretch that something else reads is not replaced as a whole."""
+    found = derivative("bert")
+    inner = stretches(found._rest, found.whole.shapes, LENGTH, found.whole.targets)
+    normed = inner[1].calls[0].outputs[0]  # between attention and feed-forward part
+    split = stretches(found._rest, found.whole.shapes, LENGTH, [*found.whole.targets, normed])
+    assert [one.exit for one in split] == [one.exit for one in inner]
+    assert split[1].entry == normed != inner[1].entry
+
+
+class Mixer(nn.Module):
+    """Attention, then a feed-forward part that mixes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Identity(), nn.Identity()
+        self.mix = nn.Sequential(nn.Linear(LENGTH, 64), nn.Tanh(), nn.Linear(64, LENGTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        y = (x @ x.mT).softmax(-1) @ x
+        return self.out(self.mix(y.mT).mT)
+
+
+def test_mixing_stretch_is_refused() -> None:
+    """What looks token-wise and is not is told by random tangents, and the result stays right."""
+    torch.manual_seed(0)
+    model = Mixer().double()
+    x = torch.randn(1, LENGTH, LENGTH, dtype=torch.float64)
+    passage = ForwardPass(model, (x,), (), [model.out], model.embed)
+    whole = passage.linearize()[0]
+    found = WindowedLinearization(whole, whole.sources[0])
+    assert [token_jacobians(stretch, whole.shapes) for stretch in found._stretches] == [None]
+    found.prepare(10**6)
+    assert not found._condensed
+    hta = HiddenTokenAttribution(model, model.out, model.embed)
+    forward, reverse = (hta.attribute(x, way=way) for way in ("forward", "reverse"))
+    torch.testing.assert_close(forward, reverse, rtol=1e-10, atol=1e-14)
+
+
+def test_widest_tangent_of_condensed(minilm) -> None:
+    """Without the inner width of the feed-forward part more tangents fit the caches."""
+    batch = minilm.batch([minilm.encode("one two three four five six")])
+    passage = ForwardPass(minilm.forward, batch.inputs, batch.extra, [minilm.target(2)], minilm.source(0))
+    whole = passage.linearize()[0]
+    found = WindowedLinearization(whole, whole.sources[0])
+    assert found.widest(1) == 4 * found.widest(10**5)
+    assert CACHE // (4 * found.widest(10**5)) > 200
