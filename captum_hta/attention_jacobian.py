@@ -131,7 +131,7 @@ def _parts(factors: AttentionFactors, scaled: bool) -> Iterator[tuple[slice, sli
     memory budget of a device.
     """
     batch, heads, tokens, width = factors.query.shape
-    per_head = tokens * (2 * width**2 + 6 * tokens)
+    per_head = tokens * ((0 if _is_short(factors.pattern, width) else 2 * width**2) + 12 * tokens)
     if factors.norm is not None or factors.key_map is not None or scaled:
         per_head += 6 * tokens * width**2
     if scaled:
@@ -253,13 +253,44 @@ def _scaled_rows(weight: Tensor, factors: AttentionFactors) -> Tensor:
 
 
 def _energies(factors: AttentionFactors, grams: _Grams) -> Tensor:
-    a, q, v, s = factors.pattern, factors.query, factors.value, factors.scale
-    o = a @ v
-    cross = q @ _apply(grams.gk.mT, v).mT - _forms(o, grams.gk, q)
-    energy = _distances(o, v).mul_(_forms(q, grams.kk, q)).mul_(s**2)
-    energy.add_(cross, alpha=2 * s).add_(grams.gg[..., None, :]).mul_(a).mul_(a)
+    a, o = factors.pattern, factors.pattern @ factors.value
+    fixed = grams.kk.shape[2] == 1
+    energy = _with_fixed_grams(factors, grams, o) if fixed else _with_token_grams(factors, grams, o)
+    energy.mul_(a).mul_(a)
     energy.diagonal(dim1=-2, dim2=-1).add_(_own_token(factors, grams, o))
     return energy.clamp_min_(0)
+
+
+def _with_token_grams(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
+    """The bracket of the formula, where each token has Jacobians of its own."""
+    q, v, s = factors.query, factors.value, factors.scale
+    cross = q @ _apply(grams.gk.mT, v).mT - _forms(o, grams.gk, q)
+    bracket = _distances(o, v).mul_(_forms(q, grams.kk, q)).mul_(s**2)
+    return bracket.add_(cross, alpha=2 * s).add_(grams.gg[..., None, :])
+
+
+def _with_fixed_grams(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
+    r"""The bracket of the formula, where all tokens have the same Jacobians: weights alone.
+
+    With :math:`\kappa_j = s^2 q_j^\top K K^\top q_j` and :math:`u_j = s\, G K^\top q_j` it is one product:
+
+    .. math:: \begin{pmatrix} 2 u_j - 2 \kappa_j o_j \\ \kappa_j \\
+        |G|^2 + \kappa_j |o_j|^2 - 2 o_j^\top u_j \end{pmatrix}^{\!\top}
+        \begin{pmatrix} v_i \\ |v_i|^2 \\ 1 \end{pmatrix} .
+    """
+    q, v, s = factors.query, factors.value, factors.scale
+    mean = v.mean(-2, keepdim=True)
+    v, o = v - mean, o - mean  # the bracket knows their differences alone, and less is lost to rounding
+    kappa = s**2 * _forms(q, grams.kk, q)
+    u = s * _apply(grams.gk, q)
+    rest = grams.gg[..., None] + kappa * _dots(o, o) - 2 * _dots(o, u)
+    by_query = torch.cat([2 * (u - kappa * o), kappa, rest], dim=-1)
+    by_key = torch.cat([v, _dots(v, v), torch.ones_like(v[..., :1])], dim=-1)
+    return by_query @ by_key.mT
+
+
+def _dots(left: Tensor, right: Tensor) -> Tensor:
+    return (left * right).sum(-1, keepdim=True)
 
 
 def _distances(o: Tensor, v: Tensor) -> Tensor:
@@ -300,10 +331,31 @@ def _query_energy(a: Tensor, k: Tensor, v: Tensor, o: Tensor, grams: _Grams) -> 
     Where :math:`Q Q^\top = L L^\top` is the same for all tokens it is :math:`|M_j L|^2`, and ``M_j L`` is
     ``M_j`` with the keys :math:`L^\top k`.
     """
-    if grams.root is not None:
-        return _square_norms(_moment(a, k @ grams.root, v, o).flatten(-2))
-    moment = _moment(a, k, v, o)
-    return ((moment @ grams.qq) * moment).sum((-2, -1))
+    if grams.root is None:
+        moment = _moment(a, k, v, o)
+        return ((moment @ grams.qq) * moment).sum((-2, -1))
+    keys = k @ grams.root
+    if _is_short(a, v.shape[-1]):
+        return _moment_energy(a, keys, v).to(a.dtype)
+    return _square_norms(_moment(a, keys, v, o).flatten(-2))
+
+
+def _is_short(a: Tensor, width: int) -> bool:
+    """Whether products of tokens with tokens are cheaper than moments, and as good."""
+    return a.dtype == torch.float32 and a.device.type != "mps" and a.shape[-1] < width**2 / 4
+
+
+def _moment_energy(a: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    r""":math:`|M_j|^2` by products of tokens with tokens, in float64 since nearly all may cancel:
+
+    .. math:: \sum_{m, n} a_{jm} a_{jn} \big[v_m^\top v_n - 2\, o_j^\top v_m + |o_j|^2\big]\, k_m^\top k_n .
+    """
+    a, k, v = a.double(), k.double(), v.double()
+    v, k = v - v.mean(-2, keepdim=True), k - k.mean(-2, keepdim=True)
+    o, keys = a @ v, k @ k.mT
+    terms = (o @ v.mT).mul_(-2).add_(_dots(o, o)).mul_(a @ keys)
+    terms.add_(a @ (v @ v.mT).mul_(keys))
+    return terms.mul_(a).sum(-1)
 
 
 def _root(gram: Tensor) -> Tensor:

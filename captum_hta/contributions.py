@@ -186,9 +186,9 @@ class _Collected:
         square = (longest, longest)
         heads = (model.num_heads,) if setting.target == "head" else ()
         dtype = torch.promote_types(model.dtype, torch.float32)
-        self.values = torch.full((*rows, *heads, *square), torch.nan, dtype=dtype)
+        self.values = torch.empty(*rows, *heads, *square, dtype=dtype)
         self.errors: Tensor | None = None
-        self.attention = torch.full((*rows, model.num_heads, *square), torch.nan, dtype=dtype)
+        self.attention = torch.empty(*rows, model.num_heads, *square, dtype=dtype)
         self.plans: list[Plan] = []
 
     def add(self, rows: list[int], batch: Batch) -> None:
@@ -203,7 +203,7 @@ class _Collected:
             self._put(self.attention, rows, index, attention[layer].pattern)
             if errors is not None:
                 if self.errors is None:
-                    self.errors = torch.full_like(self.values, torch.nan)
+                    self.errors = torch.empty_like(self.values)
                 self._put(self.errors, rows, index, errors)
 
     def _keys(self, rows: list[int]) -> list[tuple[int, ...]]:
@@ -214,7 +214,9 @@ class _Collected:
     def _put(self, store: Tensor, rows: list[int], index: int, values: Tensor) -> None:
         for row, value in zip(rows, values, strict=True):
             length = len(self.encodings[row])
-            store[row, index, ..., :length, :length] = value[..., :length, :length].to(store)
+            store[row, index, ..., :length, :length] = value[..., :length, :length]
+            store[row, index, ..., length:, :] = torch.nan
+            store[row, index, ..., :length, length:] = torch.nan
 
     def result(self) -> Contributions:
         return Contributions(
@@ -234,6 +236,8 @@ def _fingerprint(encoding: Encoding) -> int:
 
 def _real(energy: Energy, mask: Tensor) -> Energy:
     """Without what padding contributes, so that it enters no sum."""
+    if mask.all():
+        return energy
     keys = mask[:, None, None, :]
     variance = None if energy.variance is None else energy.variance.where(keys, 0)
     return Energy(energy.mean.where(keys, 0), variance)

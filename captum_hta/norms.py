@@ -76,15 +76,15 @@ def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: If an energy is infinite or NaN.
     """
-    if not energy.mean.isfinite().all():
+    norms = energy.mean.clamp_min(0).sqrt_()
+    total = norms.sum(-1, keepdim=True)
+    if not total.isfinite().all():
         raise ValueError(
             f"derivatives leave the range of {energy.mean.dtype}: check the model for infinite or NaN "
             "activations, or take it in a wider type"
         )
-    norms = energy.mean.clamp_min(0).sqrt()
-    total = norms.sum(-1, keepdim=True)
     scale = torch.where(total > 0, total, 1).reciprocal()
-    share = norms * scale
+    share = norms.mul_(scale)
     if energy.variance is None:
         return share, None
     squares = torch.where(energy.mean > 0, energy.mean, 1)

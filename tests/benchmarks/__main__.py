@@ -210,49 +210,80 @@ def _cotangents(y: torch.Tensor, count: int) -> torch.Tensor:
 # --- input -----------------------------------------------------------------------------------------
 
 
-def exact_input(subject: Subject, rounds: int) -> list[Figure]:
-    """The exact sweep for all layers and heads against its products alone, and against gradients."""
-    layers = list(range(subject.model.num_layers))
-    passage = subject.passage(0, layers)
-    recorded = seconds(passage.linearize)
+@dataclass
+class Sweep:
+    """An exact sweep, of which some tangents are timed.
+
+    Attributes:
+        run: Pushes some tangents of the first token.
+        count: How many.
+        whole: How many there are in all.
+        setup: Seconds that come once: recording, checking, condensing.
+        derivative: What it pushes through.
+    """
+
+    run: Callable[[], None]
+    count: int
+    whole: int
+    setup: float
+    derivative: WindowedLinearization
+
+    @property
+    def share(self) -> float:
+        return self.whole / self.count
+
+
+def sweep_of(subject: Subject, layers: list[int], kind: str = "head") -> Sweep:
+    """From the input to all targets, over whole chunks: about a tenth of a second or more."""
+    passage = subject.passage(0, layers, kind)
+    passage.linearize()  # what PyTorch loads at the first time is not ours
+    start = time.perf_counter()
     derivative, (x,), _ = passage.linearize()
-    whole = x.shape[1] * x.shape[2]
-    ours, count = _some_tangents(subject, derivative, x)
-    share = (whole / count, whole / count)
-    name = f"exact sweep ({recorded:.2f} s of recording included)"
-    products = _products(derivative, chunk_size(derivative.widest() * 4, x.device), count)
-    _, first, second = paired(ours, products, rounds, share)
-    first += recorded
-    figures = [
-        Figure(
-            subject.name, subject.tokens, name, "its matrix products", first / second, first, second,
-            f"{count} of {whole} tangents",
-        )
-    ]  # fmt: skip
-    for title, rows in (("batched VJP, all layers", 64), ("loop of VJPs, all layers", 0)):
-        theirs, calls = _pull_backs(subject, layers, rows)
-        _, first, second = paired(theirs, ours, rounds, (calls, share[1]))
-        second += recorded
-        sampled = f"1 of {calls:.0f} calls a layer"
-        figures.append(
-            Figure(subject.name, subject.tokens, title, "exact sweep", first / second, first, second, sampled)
-        )
-    return figures
-
-
-def _some_tangents(subject: Subject, derivative: Linearization, x: torch.Tensor):
-    """A sweep over whole chunks of tangents, about a tenth of a second or more."""
-    chunk = chunk_size(derivative.widest() * x.element_size(), x.device)
-    directions = torch.eye(x.shape[2])[: min(4 * chunk, x.shape[2])][:, None, None]
-    request = Request("frobenius", [subject.model.num_heads] * len(derivative.targets))
-
     windowed = WindowedLinearization(derivative, derivative.sources[0])
+    whole = x.shape[1] * x.shape[2]
+    with torch.no_grad():
+        windowed.prepare(whole)
+    setup = time.perf_counter() - start
+    chunk = chunk_size(windowed.widest(whole) * x.element_size(), x.device)
+    directions = torch.eye(x.shape[2])[: min(4 * chunk, x.shape[2])][:, None, None]
+    heads = subject.model.num_heads if kind == "head" else 1
+    request = Request("frobenius", [heads] * len(derivative.targets))
 
     def run() -> None:
         columns = [Columns("frobenius", x.shape[1]) for _ in derivative.targets]
         sweep(windowed, x, directions, request, chunk, columns, range(1))
 
-    return run, len(directions)
+    return Sweep(run, len(directions), whole, setup, windowed)
+
+
+def exact_input(subject: Subject, rounds: int) -> list[Figure]:
+    """The exact sweep for all layers and heads against products alone, and against gradients."""
+    layers = list(range(subject.model.num_layers))
+    ours = sweep_of(subject, layers)
+    whole = ours.derivative.whole
+    last = whole.targets[-1]
+    needed = ours.derivative.flops(last, ours.whole) / whole.flops(last)
+    chunk = chunk_size(whole.widest() * 4, torch.device("cpu"))
+    products = _products(whole, chunk, ours.count)
+    _, first, second = paired(ours.run, products, rounds, (ours.share, ours.share))
+    first += ours.setup
+    sampled = f"{ours.count} of {ours.whole} tangents, {ours.setup:.2f} s of setup included"
+    figures = [
+        Figure(subject.name, subject.tokens, "exact sweep", below, first / under, first, under, sampled)
+        for below, under in (
+            ("products of T D forward passes", second),
+            ("its own operations at the rate of those", second * needed),
+        )
+    ]
+    for title, rows in (("batched VJP, all layers", 64), ("loop of VJPs, all layers", 0)):
+        theirs, calls = _pull_backs(subject, layers, rows)
+        _, first, second = paired(theirs, ours.run, rounds, (calls, ours.share))
+        second += ours.setup
+        sampled = f"1 of {calls:.0f} calls a layer"
+        figures.append(
+            Figure(subject.name, subject.tokens, title, "exact sweep", first / second, first, second, sampled)
+        )
+    return figures
 
 
 def _products(derivative: Linearization, chunk: int, count: int) -> Callable[[], object]:
@@ -299,10 +330,7 @@ def _pull_backs(subject: Subject, layers: list[int], rows: int):
 def layer_level(subject: Subject, rounds: int) -> list[Figure]:
     """HTA to the last hidden embedding against one Jacobian a token with the forward pass run again."""
     last = subject.model.num_layers - 1
-    passage = subject.passage(0, [last], "layer")
-    derivative, (x,), _ = passage.linearize()
-    whole = x.shape[1] * x.shape[2]
-    request_run, count = _some_tangents(subject, derivative, x)
+    ours = sweep_of(subject, [last], "layer")
     ids, segments = subject.batch.inputs[0], subject.batch.extra[1]
     with torch.no_grad():
         embedded = subject.eager.embeddings(ids, segments)
@@ -314,11 +342,12 @@ def layer_level(subject: Subject, rounds: int) -> list[Figure]:
         for component in range(len(y) // 16):
             torch.autograd.grad(y[component], x, retain_graph=True)
 
-    ratio, first, second = paired(theirs, request_run, rounds, (16 * subject.tokens, whole / count))
+    _, first, second = paired(theirs, ours.run, rounds, (16 * subject.tokens, ours.share))
+    second += ours.setup
     return [
         Figure(
-            subject.name, subject.tokens, "one Jacobian a token, last layer", "exact sweep", ratio, first,
-            second, f"1/16 of 1 of {subject.tokens} tokens",
+            subject.name, subject.tokens, "one Jacobian a token, last layer", "exact sweep", first / second,
+            first, second, f"1/16 of 1 of {subject.tokens} tokens",
         )
     ]  # fmt: skip
 
@@ -358,12 +387,9 @@ def growth(model, lengths: list[int], depths: list[int]) -> dict[str, float]:
 
 def _sweep_seconds(subject: Subject) -> float:
     """The time of a whole exact sweep, from a sample of its tangents."""
-    passage = subject.passage(0, list(range(subject.model.num_layers)))
-    derivative, (x,), _ = passage.linearize()
-    run, count = _some_tangents(subject, derivative, x)
-    run()
-    taken = statistics.median(seconds(run) for _ in range(3))
-    return taken * x.shape[1] * x.shape[2] / count
+    ours = sweep_of(subject, list(range(subject.model.num_layers)))
+    ours.run()
+    return ours.setup + ours.share * statistics.median(seconds(ours.run) for _ in range(3))
 
 
 # --- the command -----------------------------------------------------------------------------------
