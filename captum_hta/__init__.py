@@ -2,6 +2,7 @@
 
 from captum_hta.attribution import HiddenTokenAttribution
 from captum_hta.contributions import Contributions, contributions
+from captum_hta.forecast import Size, forecast
 from captum_hta.plan import Plan, Work, plan
 
 __version__ = "0.1.0"
@@ -9,7 +10,9 @@ __all__ = [
     "Contributions",
     "HiddenTokenAttribution",
     "Plan",
+    "Size",
     "Work",
     "contributions",
+    "forecast",
     "plan",
 ]

@@ -83,8 +83,7 @@ class AttentionFactors:
 
     def flops(self) -> float:
         """Operations of the matrix products of :func:`attention_energies`."""
-        batch, heads, tokens, width = self.query.shape
-        return 2.0 * batch * heads * (tokens**2 * width**2 + tokens * width**3)
+        return closed_form_flops(*self.query.shape)
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,12 @@ class _Grams:
     def of(self, heads: slice) -> _Grams:
         """Those of some heads."""
         return _Grams(*(getattr(self, part.name)[:, heads] for part in fields(self)))
+
+
+def closed_form_flops(batch: int, heads: int, tokens: int, width: int) -> float:
+    """Operations of the matrix products of :func:`attention_energies`, about."""
+    moments = 2 * tokens**2 * min(width**2, 4 * tokens)
+    return float(batch * heads * (moments + 12 * tokens**2 * width + 8 * tokens * width**2))
 
 
 def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = False) -> Tensor:

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +19,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 from captum_hta import __version__, plots, report, study
-from captum_hta.contributions import Contributions, contributions
+from captum_hta.contributions import Contributions, contributions, encoded
+from captum_hta.forecast import forecast, in_all
 from captum_hta.model import Model, Text
 from captum_hta.norms import NORMS
+from captum_hta.probes import FIRST_PROBES
 
 EXPLAIN_PROBES = 32
 FAILED = 1
@@ -127,11 +129,13 @@ def explain(
         chosen = [loaded.num_layers // 2]
     _check_head(head, loaded)
     words: Text = text if pair is None else (text, pair)
+    asked = {"layers": chosen, "norm": norm, "n_probes": n_probes}
+    _announce(loaded, [len(encoded(loaded, words, 0))], asked, tolerance)
     with err.status("Attributing ..."):
         results = {
             source: contributions(
-                loaded, [words], source=source, layers=chosen, norm=norm, n_probes=n_probes,
-                tolerance=tolerance, seed=seed, multiply_by_inputs=multiply_by_inputs,
+                loaded, [words], source=source, tolerance=tolerance, seed=seed,
+                multiply_by_inputs=multiply_by_inputs, **asked,
             )
             for source in study.SOURCES
         }  # fmt: skip
@@ -141,7 +145,8 @@ def explain(
     for index, (layer, number) in enumerate(zip(chosen, heads, strict=True)):
         _print_head(results, index, layer, number, top)
     for source, result in results.items():
-        out.print(f"[dim]{plots.MAPS[source]}: {result.plans[0]}[/dim]", highlight=False)
+        if result.standard_error is not None:
+            _print_error(source, result.standard_error.mean().item(), result.standard_error.max().item())
     maps = {"attention": results["input"].attention} | {s: r.values for s, r in results.items()}
     figure = plots.heatmaps(
         {name: _rows(values, heads) for name, values in maps.items()},
@@ -150,6 +155,25 @@ def explain(
     )
     figure.savefig(output, dpi=150)
     out.print(f"Heatmap: {output}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _announce(model: Model, lengths: Sequence[int], asked: dict[str, Any], tolerance: float | None) -> None:
+    """Say which ways will be taken, and what they will cost about."""
+    n_probes = asked["n_probes"]
+    if n_probes is None and tolerance is not None:
+        n_probes = FIRST_PROBES
+    asked = asked | {"n_probes": n_probes, "dtype": model.dtype, "device": model.device}
+    for source in study.SOURCES:
+        plans = in_all(forecast(model.size, length, source=source, **asked) for length in lengths)
+        more = " or more" if tolerance is not None and plans[0].way == "probes" else ""
+        for one in plans:
+            out.print(f"{plots.MAPS[source]}: {one}{more}", highlight=False, style="dim", soft_wrap=True)
+
+
+def _print_error(source: str, mean: float, largest: float) -> None:
+    if np.isfinite(largest):
+        what = f"Standard error of the {plots.MAPS[source].lower()}s"
+        out.print(f"{what}: {mean:.4f} on average, {largest:.4f} at most.", highlight=False)
 
 
 def _rows(values: torch.Tensor, heads: list[int]) -> Any:
@@ -241,6 +265,8 @@ def run_study(
     loaded = _load(model, device)
     chosen = _layers(layers, loaded)
     texts, bad = _texts(data or study.shipped_pairs(), loaded, limit, strict)
+    asked = {"layers": chosen, "norm": norm, "n_probes": arguments["probes"]}
+    _announce(loaded, [len(loaded.encode(text)) for text in texts], asked, tolerance)
     setting = study.Setting(chosen, norm, multiply_by_inputs, arguments["probes"], tolerance, seed)
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
     with tqdm(total=1.0, desc=f"{len(texts)} examples", bar_format=form, file=sys.stderr) as bar:
@@ -305,15 +331,8 @@ def _print_study(found: study.Study, model: Model, output: Path, bad: list[study
         f"0.85, {_number(shares['share_of_heads_spearman_over_0.95'], '.0%')} over Spearman 0.95.",
         highlight=False,
     )
-    for source, way in found.plans.items():
-        out.print(f"{plots.MAPS[source]}: {way}", highlight=False, style="dim")
-    errors = found.probe_errors()
-    if errors and np.isfinite(errors["largest"]):
-        out.print(
-            f"Standard error of the input contributions: {errors['mean']:.4f} on average, "
-            f"{errors['largest']:.4f} at most.",
-            highlight=False,
-        )
+    for source, errors in found.probe_errors().items():
+        _print_error(source, errors["mean"], errors["largest"])
     if bad:
         out.print(f"{_count(len(bad), 'bad line')} skipped.", highlight=False)
     out.print(f"Report: {output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)

@@ -308,7 +308,7 @@ def _closed_form(attention: list[Attention], setting: _Setting) -> tuple[list[En
         energies = [attention_energies(factor, setting.multiply_by_inputs) for factor in factors]
     flops = sum(factor.flops() for factor in factors)
     memory = sum(energy.numel() * energy.element_size() for energy in energies)
-    return [Energy(e) for e in energies], [Plan("closed form", flops, memory, 1, "no tangents")]
+    return [Energy(e) for e in energies], [Plan("closed form", flops, memory, None, "no tangents")]
 
 
 # --- checks ----------------------------------------------------------------------------------------

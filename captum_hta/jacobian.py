@@ -98,7 +98,7 @@ def answer(passage: ForwardPass, question: Question) -> Answer:
     work = _work(derivatives, sources, targets, request, question)
     chosen = plan(work, question.way, question.chunk)
     if chosen.way == "reverse":
-        return _reverse(passage, question)
+        return _reverse(passage, question, chosen)
     if not agrees(passage, derivative):
         error = "the recorded derivative is not the one that autograd gives (a custom backward function?)"
         return _instead(passage, question, NotLinearizableError(error))
@@ -160,11 +160,13 @@ def _instead(passage: ForwardPass, question: Question, error: Exception) -> Answ
     ) from error
 
 
-def _reverse(passage: ForwardPass, question: Question) -> Answer:
+def _reverse(passage: ForwardPass, question: Question, chosen: Plan | None = None) -> Answer:
+    """By backward passes alone; without a recording their operations are not counted."""
     with passage.differentiable() as (sources, targets):
         request, split = _request(passage, question, targets)
         work = _work([], sources, targets, request, question)
-        chosen = plan(work, "reverse", question.chunk)
+        if chosen is None:
+            chosen = replace(plan(work, "reverse", question.chunk), flops=None)
         logger.info("%s", chosen)
         request = replace(request, advance=_advance(question, work, chosen))
         with matmul_precision(question.precision):
@@ -226,7 +228,7 @@ def _work(
 ) -> Work:
     widest = max(value.numel() for value in (*sources, *targets))
     push_flops = pull_flops = [0.0] * len(targets)
-    preparation = 0.0
+    preparation = kept = 0.0
     n_probes = (question.n_probes or FIRST_PROBES) if question.estimated else None
     if derivatives:
         whole = derivatives[0].whole
@@ -235,6 +237,7 @@ def _work(
         widest = max(widest, *(one.widest(count) for one, count in pushes))
         push_flops = [max(one.flops(target, count) for one, count in pushes) for target in whole.targets]
         preparation = sum(one.preparation_flops(count) for one, count in pushes)
+        kept = sum(one.preparation_elements(count) for one, count in pushes) * sources[0].element_size()
         pull_flops = [float(whole.flops(target)) for target in whole.targets]
     queries = targets[0].shape[1] if request.queries is None else len(request.queries)
     return Work(
@@ -248,6 +251,7 @@ def _work(
         tangent_bytes=widest * sources[0].element_size(),
         norm=question.norm,
         preparation_flops=preparation,
+        preparation_bytes=kept,
         n_probes=n_probes,
         device=sources[0].device,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta.attention_jacobian import AttentionFactors
+from captum_hta.forecast import Size
 
 Text = str | tuple[str, str]
 
@@ -87,6 +88,10 @@ class Model(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
+
+    @property
+    def size(self) -> Size:
+        """The numbers that decide what contributions cost."""
 
     def encode(self, text: Text) -> Encoding:
         """Read a text, or a pair of them."""

@@ -35,6 +35,7 @@ class Work:
         pull_flops: For each target, those that carry one cotangent of the batch back.
         tangent_bytes: Bytes of the widest tangent of the batch.
         preparation_flops: Operations before the first tangent.
+        preparation_bytes: Bytes that they leave behind for all tangents.
         norm: The norm asked for.
         n_probes: Probes per source token; ``None`` for an exact result.
         closed_form: Operations of the closed form, where it holds.
@@ -50,6 +51,7 @@ class Work:
     pull_flops: Sequence[float]
     tangent_bytes: float
     preparation_flops: float = 0.0
+    preparation_bytes: float = 0.0
     norm: str = "frobenius"
     n_probes: int | None = None
     closed_form: float | None = None
@@ -68,23 +70,22 @@ class Plan:
 
     Attributes:
         way: One of :data:`WAYS`.
-        flops: Floating-point operations of its matrix products.
+        flops: Floating-point operations of its matrix products, ``None`` where they were not counted.
         memory: Bytes of extra memory at its peak, roughly.
-        chunk: Tangents or cotangents of the batch that are carried at once.
+        chunk: Tangents or cotangents of the batch that are carried at once, ``None`` where there are none.
         reason: Why this way.
     """
 
     way: str
-    flops: float
+    flops: float | None
     memory: float
-    chunk: int
+    chunk: int | None
     reason: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.way} ({self.reason}): {si(self.flops)}FLOP, "
-            f"{self.chunk} at a time in about {si(self.memory)}B"
-        )
+        flops = "FLOP not counted" if self.flops is None else f"{si(self.flops)}FLOP"
+        at_once = "" if self.chunk is None else f", {self.chunk} at a time"
+        return f"{self.way} ({self.reason}): {flops}{at_once} in about {si(self.memory)}B"
 
 
 def plan(work: Work, way: str | None = None, chunk: int | None = None) -> Plan:
@@ -126,17 +127,19 @@ def _candidates(work: Work, chunk: int | None) -> list[Plan]:
     if work.n_probes is not None:
         tangents = work.n_probes * work.tokens
         flops = work.preparation_flops + tangents * deepest
-        return [Plan("probes", flops, memory, chunk, f"{work.n_probes} a token")]
+        kept = work.preparation_bytes + memory
+        return [Plan("probes", flops, kept, chunk, f"{work.n_probes} a token")]
+    kept = work.preparation_bytes + memory
     tangents, cotangents = work.tokens * work.width, sum(work.cotangents)
     pulled = zip(work.cotangents, work.pull_flops, strict=True)
     pushed = work.preparation_flops + tangents * deepest
-    forward = Plan("forward", pushed, memory, chunk, f"{tangents} tangents")
+    forward = Plan("forward", pushed, kept, chunk, f"{tangents} tangents")
     reverse = Plan(
         "reverse", sum(n * flops for n, flops in pulled), memory, chunk, f"{cotangents} cotangents"
     )
     ways = sorted((forward, reverse), key=_time)
     if work.closed_form is not None:
-        ways.insert(0, Plan("closed form", work.closed_form, memory, 1, "no tangents"))
+        ways.insert(0, Plan("closed form", work.closed_form, memory, None, "no tangents"))
     return ways
 
 

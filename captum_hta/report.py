@@ -59,7 +59,7 @@ def write(folder: Path, study: Study, record: dict[str, Any]) -> list[Path]:
     shown = figures(study)
     record = record | {
         "findings": {name: finite(value) for name, value in study.findings().items()},
-        "input_standard_error": _finite_errors(study),
+        "standard_errors": _finite_errors(study),
         "ways": study.plans,
         "versions": versions(),
     }
@@ -82,9 +82,11 @@ def write(folder: Path, study: Study, record: dict[str, Any]) -> list[Path]:
     return files
 
 
-def _finite_errors(study: Study) -> dict[str, float] | None:
+def _finite_errors(study: Study) -> dict[str, dict[str, float | None]]:
     errors = study.probe_errors()
-    return errors if errors is not None and np.isfinite(errors["largest"]) else None
+    return {
+        source: {name: finite(value) for name, value in found.items()} for source, found in errors.items()
+    }
 
 
 def versions() -> dict[str, str]:
@@ -187,6 +189,25 @@ def _sentence_6(layers: pd.DataFrame) -> str:
     )
 
 
+def _plain(value: Any) -> Any:
+    """A value of the record as a reader would write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else value
+
+
+def _error_sentences(study: Study) -> list[str]:
+    sentences = []
+    for source, errors in study.probe_errors().items():
+        name = plots.MAPS[source].capitalize() + "s"
+        if np.isfinite(errors["largest"]):
+            how = f"with a standard error of {errors['mean']:.4f} on average and of at most "
+            sentences.append(f"{name} are estimates, {how}{errors['largest']:.4f}.")
+        else:
+            sentences.append(f"{name} are estimates from a single probe, whose error is not known.")
+    return sentences or ["All contributions are exact."]
+
+
 def _cell(value: float) -> str:
     if np.isnan(value):
         return "-"
@@ -197,6 +218,7 @@ def _page(study: Study, shown: Sequence[Shown], images: dict[str, bytes], record
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("captum_hta", ""), autoescape=True, trim_blocks=True
     )
+    environment.filters["plain"] = _plain
     layers = study.layer_summary().round(3)
     return environment.get_template("report.html.jinja").render(
         shown=shown,
@@ -204,6 +226,6 @@ def _page(study: Study, shown: Sequence[Shown], images: dict[str, bytes], record
         record=record,
         columns=[column.replace("_", " ") for column in layers.columns],
         rows=[[_cell(value) for value in row] for row in layers.itertuples(index=False)],
-        estimated=study.probe_errors() is not None,
+        errors=_error_sentences(study),
         tokens=sum(study.tokens),
     )

@@ -17,8 +17,9 @@ import numpy as np
 import pandas as pd
 
 from captum_hta.contributions import Contributions, batches, contributions, encoded
+from captum_hta.forecast import in_all
 from captum_hta.model import Model, Text
-from captum_hta.plan import Plan, si
+from captum_hta.plan import Plan
 from captum_hta.statistics import Mean, RelativePosition, row_correlations
 
 SOURCES = ("previous_layer", "input")
@@ -139,9 +140,10 @@ class Study:
         heads: Number of heads.
         pearson, spearman: For each source the correlation of attention rows with contribution rows.
         positions: Relative positions of ``"attention"`` and of each source's contribution.
-        errors: Standard errors of the input contributions.
+        errors: For each source the standard errors of its contributions, where they are estimates.
+        largest_errors: For each such source the largest of them.
         tokens: Number of tokens of each example.
-        ways: For each source the ways that were taken, with their operations in all.
+        ways: For each source the ways that were taken, each with its operations in all.
     """
 
     layers: list[int]
@@ -149,10 +151,10 @@ class Study:
     pearson: dict[str, Mean]
     spearman: dict[str, Mean]
     positions: dict[str, RelativePosition]
-    errors: Mean
-    largest_error: float = 0.0
+    errors: dict[str, Mean]
+    largest_errors: dict[str, float] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
-    ways: dict[str, dict[str, float]] = field(default_factory=dict)
+    ways: dict[str, list[Plan]] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, layers: Sequence[int], heads: int, longest: int) -> Study:
@@ -164,7 +166,7 @@ class Study:
             pearson={source: Mean.zero(*shape) for source in SOURCES},
             spearman={source: Mean.zero(*shape) for source in SOURCES},
             positions={name: RelativePosition.zero(*shape, longest) for name in ("attention", *SOURCES)},
-            errors=Mean.zero(*shape),
+            errors={source: Mean.zero(*shape) for source in SOURCES},
         )
 
     def add(self, results: dict[str, Contributions]) -> None:
@@ -178,29 +180,23 @@ class Study:
             self.pearson[source].add(pearson)
             self.spearman[source].add(spearman)
             self.positions[source].add(values)
-        self._add_errors(results["input"])
+            self._add_errors(source, result)
 
     def note_plans(self, source: str, plans: Sequence[Plan]) -> None:
-        """Keep what way was taken to a source's contributions, and what it cost."""
-        flops = self.ways.setdefault(source, {})
-        for plan in plans:
-            way = f"{plan.way} ({plan.reason})" if plan.way == "probes" else plan.way
-            flops[way] = flops.get(way, 0.0) + plan.flops
+        """Keep what ways were taken to a source's contributions, and what they cost."""
+        self.ways[source] = in_all([*self.ways.get(source, []), *plans])
 
     @property
     def plans(self) -> dict[str, str]:
         """For each source a line that says how its contributions were found."""
-        return {
-            source: ", ".join(f"{way}: {si(flops)}FLOP" for way, flops in ways.items())
-            for source, ways in self.ways.items()
-        }
+        return {source: "; ".join(map(str, ways)) for source, ways in self.ways.items()}
 
-    def _add_errors(self, result: Contributions) -> None:
+    def _add_errors(self, source: str, result: Contributions) -> None:
         if result.standard_error is None:
             return
         errors = result.standard_error[0].double().numpy()
-        self.errors.add(errors.reshape(*errors.shape[:2], -1))
-        self.largest_error = max(self.largest_error, float(errors.max()))
+        self.errors[source].add(errors.reshape(*errors.shape[:2], -1))
+        self.largest_errors[source] = max(self.largest_errors.get(source, 0.0), float(errors.max()))
 
     # --- tables
 
@@ -273,16 +269,16 @@ class Study:
             for bound in bounds
         }
 
-    def probe_errors(self) -> dict[str, float] | None:
-        """The achieved standard error of the input contributions; ``None`` if they are exact, infinite
-        for a single probe.
+    def probe_errors(self) -> dict[str, dict[str, float]]:
+        """For each source whose contributions are estimates their standard error, ``"mean"`` and
+        ``"largest"``: infinite for a single probe.
         """
-        if not self.errors.counts.any():
-            return None
-        if not np.isfinite(self.largest_error):
-            return {"mean": float("inf"), "largest": float("inf")}
-        mean = float(self.errors.sums.sum() / self.errors.counts.sum())
-        return {"mean": mean, "largest": self.largest_error}
+        found = {}
+        for source, largest in self.largest_errors.items():
+            errors = self.errors[source]
+            mean = float(errors.sums.sum() / errors.counts.sum()) if np.isfinite(largest) else largest
+            found[source] = {"mean": mean, "largest": largest}
+        return found
 
 
 def run(

@@ -28,6 +28,8 @@ from captum_hta.rules import Push, inner, outer
 STREAM = 80
 """Operations that a CPU does while it reads one number from memory: a few tangents at a time read the
 matrices for nearly nothing."""
+CONDENSED_MEMORY = 0.5
+"""Part of the memory budget that the Jacobians of condensed stretches may take."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Stretch:
     def elements(self) -> int:
         """Numbers in the Jacobians of all tokens."""
         return numel(self.shape)
+
+    @property
+    def product_flops(self) -> int:
+        """Operations of the product that replaces it, for one tangent of all tokens."""
+        return 2 * self.elements
 
     @property
     def preparation_flops(self) -> int:
@@ -132,7 +139,7 @@ class _Search:
             if not self._is_closed(inside, exit_):
                 continue
             stretch = self._stretch(entry, exit_, inside)
-            gain = stretch.flops - 2 * stretch.elements
+            gain = stretch.flops - stretch.product_flops
             if gain > 0 and gain >= saved:  # of equal ones the longest
                 best, after, saved = stretch, index + 1, gain
         return None if best is None else (best, after)
@@ -254,7 +261,7 @@ def condensed(calls: Sequence[Call], rules: Sequence[tuple[Stretch, TokenJacobia
             out.append(
                 replace(
                     call, flat=[], positions=[], inputs=[stretch.entry], versions=[], rule=rule,
-                    outputs=[stretch.exit], flops=2 * stretch.elements,
+                    outputs=[stretch.exit], flops=stretch.product_flops,
                 )
             )  # fmt: skip
         elif id(call) not in inside:

@@ -5,8 +5,8 @@ causal model it is zero before its token throughout. A :class:`WindowedLineariza
 each variable holds the positions, narrows the operators to the positions that can move, and so saves
 most of the first block's projections and about half of a causal model.
 
-Nothing is taken on trust: random tangents are pushed both ways before the first use, for every window, and
-the windows are given up if the results differ.
+Nothing is taken on trust: random tangents are pushed both ways when it is made, for every window, and the
+windows are given up if the results differ.
 
 Where many tangents are to come, the token-wise stretches on their way are condensed first; see
 :mod:`.tokenwise`.
@@ -24,6 +24,7 @@ from captum_hta.plan import chunk_size, memory_budget
 from captum_hta.positions import MixedError, Positions, Window, narrowed, positions_of
 from captum_hta.recorder import Call
 from captum_hta.tokenwise import (
+    CONDENSED_MEMORY,
     Stretch,
     TokenJacobians,
     close,
@@ -35,8 +36,6 @@ from captum_hta.tokenwise import (
 
 STEPS = 8
 """A causal model is narrowed to this many starting positions at most."""
-CONDENSED_MEMORY = 0.5
-"""Part of the memory budget that the Jacobians of condensed stretches may take."""
 
 
 class WindowedLinearization:
@@ -58,7 +57,7 @@ class WindowedLinearization:
         self._located = dict(self.at)
         self.causal = len(self._locate(self._rest, causal=True)) == len(self._rest)
         self._cache: dict[tuple[str, int, int], Linearization] = {}
-        self._checked = False
+        self._give_up_what_does_not_hold()
         self._stretches = [stretch for stretch in self._found_stretches() if self._is_followed(stretch)]
         self._condensed: dict[int, tuple[Stretch, TokenJacobians]] = {}
         self._onward = self._rest
@@ -78,6 +77,10 @@ class WindowedLinearization:
         """Operations spent before the first of ``count`` tangents."""
         return sum(stretch.preparation_flops for stretch in self._worthwhile(count))
 
+    def preparation_elements(self, count: int) -> int:
+        """Numbers kept for ``count`` tangents."""
+        return sum(stretch.elements for stretch in self._worthwhile(count))
+
     def widest(self, count: int) -> int:
         """Elements of the largest tangent on the way, for one of ``count`` tangents."""
         return self._widest(self._worthwhile(count))
@@ -87,8 +90,7 @@ class WindowedLinearization:
         return max((numel(call.shape) for call in calls), default=0)
 
     def prepare(self, count: int) -> None:
-        """Check the windows, and condense what pays for ``count`` more tangents."""
-        self._check()
+        """Condense what pays for ``count`` more tangents."""
         fresh = [stretch for stretch in self._worthwhile(count) if stretch.exit not in self._condensed]
         for stretch in fresh:
             rule = token_jacobians(stretch, self.whole.shapes)
@@ -103,7 +105,7 @@ class WindowedLinearization:
     @property
     def _share(self) -> float:
         """The part of the positions that the windows of a causal model hold, on average."""
-        return 0.5 * (1 + 1 / min(STEPS, self.length)) if self.causal else 1.0
+        return causal_share(self.length) if self.causal else 1.0
 
     def _found_stretches(self) -> list[Stretch]:
         return stretches(self._rest, self.whole.shapes, self.length, self.whole.targets)
@@ -124,17 +126,6 @@ class WindowedLinearization:
         room = CONDENSED_MEMORY * memory_budget(like.device) / like.element_size()
         room -= sum(stretch.elements for stretch in known)
         return [*known, *worthwhile(others, count * self._share, chunk, room)]
-
-    def _check(self) -> None:
-        """Give up the windows that do not hold."""
-        if self._checked:
-            return
-        self._checked = True
-        if not self._proven():
-            self.causal = False
-            if not self._proven():
-                self._prefix, self._rest, self._border = [], list(self.whole.calls), [self.source]
-                self._onward, self._stretches = self._rest, self._found_stretches()
 
     def push(self, tangents: Tensor, tokens: range) -> Iterator[tuple[int, Tensor]]:
         """Push tangents of some tokens, after :meth:`prepare`.
@@ -212,6 +203,13 @@ class WindowedLinearization:
         read = {variable for call in self._rest for variable in call.inputs} | set(self.whole.targets)
         return sorted(given & read)
 
+    def _give_up_what_does_not_hold(self) -> None:
+        self._onward = self._rest
+        if not self._proven():
+            self.causal = False
+            if not self._proven():
+                self._prefix, self._rest, self._border = [], list(self.whole.calls), [self.source]
+
     def _proven(self) -> bool:
         """Whether random tangents come out the same through the windows and through the whole.
 
@@ -243,3 +241,8 @@ class WindowedLinearization:
         return found.keys() == expected.keys() and all(
             close(found[target], expected[target]) for target in expected
         )
+
+
+def causal_share(length: int) -> float:
+    """The part of the positions that the windows of a causal model hold, on average."""
+    return 0.5 * (1 + 1 / min(STEPS, length))

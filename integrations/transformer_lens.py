@@ -20,6 +20,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from captum_hta.attention_jacobian import AttentionFactors, attention_energies
+from captum_hta.forecast import Size
 from captum_hta.forward_pass import ForwardPass, observed
 from captum_hta.jacobian import Question, answer
 from captum_hta.model import Attention, Batch, Encoding, Text
@@ -86,6 +87,18 @@ class TransformerLensModel:
     def dtype(self) -> torch.dtype:
         """Of the bridge's weights."""
         return next(self.bridge.parameters()).dtype
+
+    @property
+    def size(self) -> Size:
+        """The bridge's dimensions."""
+        return Size(
+            layers=self.num_layers,
+            heads=self.num_heads,
+            width=self.d_model,
+            inner=getattr(self.bridge.cfg, "d_mlp", None) or 4 * self.d_model,
+            d_head=self.d_head,
+            closed_form=self._closed_form,
+        )
 
     # --- texts
 

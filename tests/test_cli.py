@@ -298,7 +298,8 @@ def test_study_record(studied: tuple[Done, Path]) -> None:
     assert record["counts"]["seconds"] > 0
     assert len(record["bad_lines"]) == 11
     assert all(0 <= share <= 1 for share in record["findings"].values())
-    assert 0 < record["input_standard_error"]["mean"] <= record["input_standard_error"]["largest"]
+    errors = record["standard_errors"]["input"]
+    assert 0 < errors["mean"] <= errors["largest"]
     assert record["versions"]["captum-hta"] == __version__
     assert record["versions"]["torch"] == torch.__version__
 
@@ -469,7 +470,8 @@ def test_study_with_one_probe(command: Command, tmp_path: Path) -> None:
     done = command("study", data, "--probes", "1", "--layers", "1", "--out", "out")
     assert done.code == 0
     text = (tmp_path / "out" / "run.json").read_text()
-    assert json.loads(text, parse_constant=not_a_number)["input_standard_error"] is None
+    record = json.loads(text, parse_constant=not_a_number)
+    assert record["standard_errors"] == {"input": {"mean": None, "largest": None}}
 
 
 def test_study_again_in_the_same_folder(command: Command, tmp_path: Path) -> None:

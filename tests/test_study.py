@@ -316,7 +316,7 @@ def test_layer_summary_is_of_the_tables() -> None:
 
 def test_probe_errors_are_over_all_texts() -> None:
     """The mean weighs every entry alike; the largest may be in any text."""
-    found = made_up(2, [3, 5, 4], [0.1, 0.3, 0.2]).probe_errors()
+    found = made_up(2, [3, 5, 4], [0.1, 0.3, 0.2]).probe_errors()["input"]
     mean = (9 * 0.1 + 25 * 0.3 + 16 * 0.2) / (9 + 25 + 16)
     assert found == pytest.approx({"mean": mean, "largest": 0.3}, rel=1e-6)
 
@@ -358,7 +358,7 @@ def test_the_order_does_not_matter_to_probes(model: TransformerLensModel, estima
     """A text has its own probes, wherever it stands."""
     other = run(model, [TEXTS[i] for i in (2, 0, 1)], Setting(n_probes=2))
     assert_same_tables(other, estimated)
-    assert other.probe_errors() == pytest.approx(estimated.probe_errors(), abs=1e-10)
+    assert other.probe_errors()["input"] == pytest.approx(estimated.probe_errors()["input"], abs=1e-10)
 
 
 @pytest.mark.parametrize("texts", [["a b c d", "a"], ["dogs bark"] * 5])
@@ -399,26 +399,27 @@ def test_study_counts_tokens_and_ways(study: Study) -> None:
     """How long the texts were, and how the contributions were found."""
     assert sorted(study.tokens) == [4, 6, 6, 7, 8]
     assert set(study.plans) == {"previous_layer", "input"}
-    assert study.plans["previous_layer"].startswith("closed form: ")
+    assert study.plans["previous_layer"].startswith("closed form (no tangents): ")
 
 
 def test_exact_studies_have_no_probe_error(study: Study) -> None:
     """There is nothing to say, so nothing is said."""
-    assert study.probe_errors() is None
+    assert study.probe_errors() == {}
 
 
 def test_probe_errors_are_of_all_entries(model: TransformerLensModel, estimated: Study) -> None:
     """Mean and largest standard error over all entries of all texts, without padding."""
     errors = contributions(model, TEXTS[:3], n_probes=2).standard_error.numpy()
     expected = {"mean": np.nanmean(errors), "largest": np.nanmax(errors)}
-    assert estimated.probe_errors() == pytest.approx(expected, abs=1e-12)
+    assert list(estimated.probe_errors()) == ["input"]
+    assert estimated.probe_errors()["input"] == pytest.approx(expected, abs=1e-12)
     assert 0 < expected["mean"] < expected["largest"]
 
 
 def test_tolerance_bounds_the_largest_error(model: TransformerLensModel, estimated: Study) -> None:
     """Probes are added until it holds."""
-    found = run(model, TEXTS[1:2], Setting(n_probes=2, tolerance=0.02)).probe_errors()
-    assert 0 <= found["largest"] <= 0.02 < estimated.probe_errors()["largest"]
+    found = run(model, TEXTS[1:2], Setting(n_probes=2, tolerance=0.02)).probe_errors()["input"]
+    assert 0 <= found["largest"] <= 0.02 < estimated.probe_errors()["input"]["largest"]
 
 
 def test_the_seed_decides_about_probes(model: TransformerLensModel) -> None:
@@ -533,7 +534,7 @@ def test_an_older_report_is_replaced(study: Study, estimated: Study, tmp_path: P
     written(tmp_path, estimated)
     files = written(tmp_path, study)
     assert sorted(files) == sorted(tmp_path.iterdir())
-    assert strict_json(tmp_path / "run.json")["input_standard_error"] is None
+    assert strict_json(tmp_path / "run.json")["standard_errors"] == {}
 
 
 def test_tables_are_read_back(study: Study, folder: Path) -> None:
@@ -555,7 +556,7 @@ def test_run_record(study: Study, folder: Path) -> None:
     assert {name: found[name] for name in RECORD} == RECORD
     assert set(RECORD) == {"model", "arguments", "counts"}
     assert found["findings"] == study.findings()
-    assert found["input_standard_error"] is None
+    assert found["standard_errors"] == {}
     assert found["ways"] == study.plans
     assert {"python", "torch", "captum-hta"} <= set(found["versions"])
 
@@ -624,11 +625,11 @@ def test_small_studies_have_all_columns(model: TransformerLensModel, study: Stud
 def test_the_page_tells_the_standard_error(estimated: Study, tmp_path: Path) -> None:
     """Estimates are called so, with their error."""
     written(tmp_path, estimated)
-    errors, words = estimated.probe_errors(), words_of(tmp_path / "report.html")
+    errors, words = estimated.probe_errors()["input"], words_of(tmp_path / "report.html")
     assert f"{errors['mean']:.4f}" in words
     assert f"{errors['largest']:.4f}" in words
     assert "exact" not in words
-    assert strict_json(tmp_path / "run.json")["input_standard_error"] == errors
+    assert strict_json(tmp_path / "run.json")["standard_errors"] == {"input": errors}
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -91,7 +91,6 @@ def test_projections_of_the_first_block_are_narrowed(bert) -> None:
     passage = ForwardPass(bert.forward, batch.inputs, batch.extra, [bert.target(1)], bert.source(1))
     derivative, *_ = passage.linearize()
     found = WindowedLinearization(derivative, derivative.sources[0])
-    found.prepare(1)
     assert not found.causal
     saved = 3 * 2 * 8 * 8 * (batch.inputs[0].shape[1] - 1)
     target = derivative.targets[0]

@@ -1,0 +1,218 @@
+"""What contributions will cost, from a transformer's dimensions alone, before anything is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from captum_hta.attention_jacobian import closed_form_flops
+from captum_hta.plan import Plan, Work, chunk_size, memory_budget, plan
+from captum_hta.tokenwise import CONDENSED_MEMORY, Stretch, worthwhile
+from captum_hta.windows import causal_share
+
+
+@dataclass(frozen=True)
+class Size:
+    """A transformer in the numbers that decide the cost.
+
+    Attributes:
+        layers: Number of blocks.
+        heads: Query heads of a block.
+        width: Width ``D`` of a hidden embedding.
+        inner: Inner width of the feed-forward part.
+        d_head: Width of a head's output. Default: ``None``, ``width / heads``.
+        key_heads: Heads of keys and values. Default: ``None``, as many as ``heads``.
+        gated: Whether the feed-forward part has a third matrix, a gate.
+        causal: Whether queries see no later keys.
+        closed_form: Whether the closed form of the previous-layer contribution is known.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    inner: int
+    d_head: int | None = None
+    key_heads: int | None = None
+    gated: bool = False
+    causal: bool = False
+    closed_form: bool = True
+
+    @property
+    def _d_head(self) -> int:
+        return self.d_head or self.width // self.heads
+
+    def projections(self, tokens: int) -> float:
+        """Operations of queries, keys and values for one tangent of all tokens."""
+        out = self._d_head * (self.heads + 2 * (self.key_heads or self.heads))
+        return 2.0 * tokens * self.width * out
+
+    def attention(self, tokens: int) -> float:
+        """Of scores and values, where both factors move."""
+        return 8.0 * tokens**2 * self._d_head * self.heads
+
+    def output(self, tokens: int) -> float:
+        """Of the projection of the heads' outputs."""
+        return 2.0 * tokens * self._d_head * self.heads * self.width
+
+    def feed_forward(self, tokens: int) -> float:
+        """Of the feed-forward part."""
+        return 2.0 * (2 + self.gated) * tokens * self.width * self.inner
+
+
+def forecast(
+    size: Size,
+    tokens: int,
+    source: str | int = "input",
+    target: str = "head",
+    layers: Sequence[int] | None = None,
+    queries: int | None = None,
+    norm: str = "frobenius",
+    n_probes: int | None = None,
+    batch: int = 1,
+    way: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Plan:
+    """The way that will be taken and what it will cost.
+
+    Args:
+        size: The model.
+        tokens: Tokens of the longest text, ``T``.
+        source: As in :func:`captum_hta.contributions`.
+        target: ``"head"`` or ``"layer"``.
+        layers: Layers of the targets. Default: ``None``, all.
+        queries: Number of query positions. Default: ``None``, all.
+        norm: ``"frobenius"``, ``"spectral"`` or ``"sum"``.
+        n_probes: Probes of each source token; ``None`` for an exact result.
+        batch: Texts at once.
+        way: Force one of :data:`captum_hta.plan.WAYS`.
+        dtype: Of the weights.
+        device: Where the model runs.
+
+    Returns:
+        The plan; where every layer has a source of its own, of all of them together.
+
+    Raises:
+        ValueError: If ``way`` is not valid for what is asked.
+
+    Example:
+        >>> bert = Size(layers=12, heads=12, width=768, inner=3072)
+        >>> print(forecast(bert, tokens=64, source="previous_layer"))
+        closed form (no tangents): 1.06 GFLOP in about 2.36 MB
+        >>> forecast(bert, tokens=64).way, forecast(bert, tokens=64, queries=1).way
+        ('forward', 'reverse')
+        >>> exact, probes = forecast(bert, tokens=64), forecast(bert, tokens=64, n_probes=16)
+        >>> round(exact.flops / probes.flops)
+        28
+    """
+    first = source if isinstance(source, int) else 0
+    named = range(first, size.layers) if layers is None else layers
+    chosen = sorted({layer % size.layers for layer in named})
+    place = torch.device(device)
+    asked = _Asked(size, tokens, target, queries or tokens, norm, n_probes, batch, dtype, place)
+    own = source == "previous_layer" or all(layer == source for layer in chosen)
+    known = size.closed_form and own and target == "head" and norm == "frobenius"
+    if known and queries is None and way in (None, "closed form"):
+        return asked.closed_form(len(chosen))
+    if source == "previous_layer":
+        one = plan(asked.work(0, [0]), way)
+        return replace(one, flops=one.flops * len(chosen))
+    return plan(asked.work(first, chosen), way)
+
+
+def in_all(plans: Iterable[Plan]) -> list[Plan]:
+    """The plans of several runs as one for each way: operations add up, memory does not."""
+    total: dict[tuple[str, str], Plan] = {}
+    for one in plans:
+        key = (one.way, one.reason if one.way == "probes" else "")
+        known = total.get(key)
+        if known is not None:
+            chunk = None if one.chunk is None else max(one.chunk, known.chunk)
+            flops = None if None in (one.flops, known.flops) else one.flops + known.flops
+            one = Plan(one.way, flops, max(one.memory, known.memory), chunk, known.reason)
+        total[key] = one
+    return list(total.values())
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of a model, for any source."""
+
+    size: Size
+    tokens: int
+    target: str
+    queries: int
+    norm: str
+    n_probes: int | None
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def closed_form(self, layers: int) -> Plan:
+        heads, width = self.size.heads, self.size._d_head
+        flops = layers * closed_form_flops(self.batch, heads, self.tokens, width)
+        memory = layers * self.batch * heads * self.tokens**2 * self.dtype.itemsize
+        return Plan("closed form", flops, memory, None, "no tangents")
+
+    def work(self, entry: int, layers: Sequence[int]) -> Work:
+        """For targets in these layers and the source that enters one block."""
+        size, tokens = self.size, self.tokens
+        blocks = max(layers) - entry + (self.target == "layer")
+        condensed = self._condensed(blocks)
+        feed_forward = size.feed_forward(tokens) * self.batch
+        product = condensed[0].product_flops if condensed else feed_forward
+        share = causal_share(tokens) if size.causal else 1.0
+        push = [self._path(layer - entry, product, share, 1 / tokens) for layer in layers]
+        pull = [self._path(layer - entry, feed_forward, 1.0, 1.0) for layer in layers]
+        heads = size.heads if self.target == "head" else 1
+        return Work(
+            tokens=tokens,
+            width=size.width,
+            queries=self.queries,
+            heads=heads,
+            target_widths=[self._target_width] * len(layers),
+            push_flops=push,
+            pull_flops=pull,
+            tangent_bytes=self._widest(bool(blocks) and not condensed) * self.dtype.itemsize,
+            preparation_flops=sum(stretch.preparation_flops for stretch in condensed),
+            preparation_bytes=sum(stretch.elements for stretch in condensed) * self.dtype.itemsize,
+            norm=self.norm,
+            n_probes=self.n_probes,
+            device=self.device,
+        )
+
+    @property
+    def _target_width(self) -> int:
+        return self.size._d_head * self.size.heads if self.target == "head" else self.size.width
+
+    def _path(self, before: int, feed_forward: float, share: float, first: float) -> float:
+        """Operations of a tangent through whole blocks and up to the target of the one after them; of the
+        first block's projections only a part.
+        """
+        size, tokens, batch = self.size, self.tokens, self.batch
+        head = batch * (size.projections(tokens) + size.attention(tokens))
+        rest = batch * size.output(tokens) + feed_forward
+        whole = before + (self.target == "layer")
+        saved = batch * size.projections(tokens)
+        return share * ((before + 1) * head + whole * rest - saved) + first * saved
+
+    def _widest(self, with_inner: bool) -> int:
+        """Elements of the widest tangent."""
+        size, tokens = self.size, self.tokens
+        widths = [tokens * size.width, tokens * size._d_head * size.heads, size.heads * tokens**2]
+        if with_inner:
+            widths.append(tokens * size.inner)
+        return self.batch * max(widths)
+
+    def _condensed(self, blocks: int) -> list[Stretch]:
+        """The feed-forward parts that are worth condensing."""
+        size = self.size
+        shape = (self.batch, self.tokens, size.width, size.width)
+        part = Stretch((), 0, 0, shape, int(self.batch * size.feed_forward(self.tokens)))
+        share = causal_share(self.tokens) if size.causal else 1.0
+        count = self.tokens * (self.n_probes or size.width) * share
+        chunk = chunk_size(self._widest(False) * self.dtype.itemsize, self.device)
+        room = CONDENSED_MEMORY * memory_budget(self.device) / self.dtype.itemsize
+        return worthwhile([part] * blocks, count, chunk, room)
