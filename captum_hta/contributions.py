@@ -143,7 +143,7 @@ def contributions(
         >>> result.values.shape
         torch.Size([1, 6, 12, 6, 6])
         >>> result.tokens[0]
-        ['[CLS]', 'the', 'cat', 'sat', '.', '[SEP]']
+        ['[CLS]', 'The', 'cat', 'sat', '.', '[SEP]']
     """
     texts = _checked_texts(texts)
     setting = _Setting(

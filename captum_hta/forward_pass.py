@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +25,28 @@ class NoPathError(ValueError):
     """No source reaches a target."""
 
 
+@dataclass(frozen=True)
+class Site:
+    """A tensor that a module gives or reads in a forward pass.
+
+    Attributes:
+        module: The module.
+        at_input: Its first argument instead of its output.
+        call: Which of its calls, counted from 0, where a model runs one module several times; ``None``
+            for a module that is called once.
+        item: Which item of a tuple; ``None`` for its only float tensor.
+    """
+
+    module: Module
+    at_input: bool = False
+    call: int | None = None
+    item: int | None = None
+
+    def pick(self, value: Any) -> Any:
+        """The item of a value."""
+        return value[self.item] if self.item is not None and isinstance(value, tuple | list) else value
+
+
 class _LastTarget(BaseException):
     """Ends a forward pass early. Not an ``Exception``, so that no model swallows it."""
 
@@ -33,9 +58,9 @@ class ForwardPass:
         forward_func: The model, or a function that runs it.
         inputs: Tensors passed first, each ``[batch, ...]``.
         extra: Further arguments of ``forward_func``.
-        layers: Modules whose outputs are the targets.
-        source: Module whose output is the source; ``None``: the inputs are.
-        at_input: Take the targets' inputs instead of their outputs.
+        layers: The targets: sites, or modules whose outputs they are.
+        source: The source: a site, or a module whose output it is; ``None``: the inputs are.
+        at_input: Take the inputs of the targets' modules instead of their outputs.
     """
 
     def __init__(
@@ -43,16 +68,15 @@ class ForwardPass:
         forward_func: Callable[..., Any],
         inputs: tuple[Tensor, ...],
         extra: tuple[Any, ...],
-        layers: Sequence[Module],
-        source: Module | None = None,
+        layers: Sequence[Module | Site],
+        source: Module | Site | None = None,
         at_input: bool = False,
     ) -> None:
         self.forward_func = forward_func
         self.inputs = inputs
         self.extra = extra
-        self.layers = tuple(layers)
-        self.source = source
-        self.at_input = at_input
+        self.layers = tuple(_as_site(layer, at_input) for layer in layers)
+        self.source = None if source is None else _as_site(source)
 
     def linearize(self) -> tuple[Linearization, list[Tensor], list[Tensor]]:
         """The derivative of the targets, and the values of sources and targets.
@@ -110,7 +134,7 @@ class ForwardPass:
 
     def _run(self, enter: Enter) -> list[Tensor]:
         """Run up to the last target; ``enter`` replaces each source by a tensor of the caller's."""
-        found: dict[Module, Tensor] = {}
+        found: dict[Site, Tensor] = {}
         inputs = tuple(_plain(value) for value in self.inputs)
         extra = tree_map(_plain, self.extra)
         with ExitStack() as hooks:
@@ -120,66 +144,68 @@ class ForwardPass:
             else:
                 source_seen = []
                 hooks.callback(self._hook_source(enter, source_seen).remove)
-            for layer in dict.fromkeys(self.layers):
-                hooks.callback(self._hook_target(layer, found, source_seen).remove)
+            for site in dict.fromkeys(self.layers):
+                hooks.callback(self._hook_target(site, found, source_seen).remove)
             with suppress(_LastTarget):
                 self.forward_func(*inputs, *extra)
-        for layer in self.layers:
-            if layer not in found:
+        for site in self.layers:
+            if site not in found:
                 raise ValueError(
-                    f"{self.name(layer)} is not called in the forward pass: pass a module that "
+                    f"{self.name(site)} is not called in the forward pass: pass a module that "
                     "forward_func runs on these inputs"
                 )
-        return [found[layer] for layer in self.layers]
+        return [found[site] for site in self.layers]
 
     def _hook_source(self, enter: Enter, seen: list[bool]) -> Any:
-        def hook(module: Module, args: Any, out: Any) -> Any:
-            if seen:
+        site = self.source
+
+        def replaced(value: Any) -> Any:
+            if seen and site.call is None:
                 raise ValueError(
-                    f"{self.name(module)} is called more than once before the target: choose a module "
+                    f"{self.name(site)} is called more than once before the target: choose a module "
                     "that is called once"
                 )
-            x = _only_tensor(out, f"the output of {self.name(module)}")
-            _check_sequence(x, f"the output of {self.name(module)}")
+            what = self._what(site)
+            x = _only_tensor(value, what)
+            _check_sequence(x, what)
             seen.append(True)
             entered = enter(x)
-            if isinstance(out, Tensor):
+            if isinstance(value, Tensor):
                 return entered
-            items = [entered if item is x else item for item in out]
-            return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
+            items = [entered if item is x else item for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
-        return self.source.register_forward_hook(hook)
+        return hook_site(site, replaced)
 
-    def _hook_target(self, layer: Module, found: dict[Module, Tensor], source_seen: list[bool]) -> Any:
-        def keep(module: Module, value: Any) -> None:
-            what = f"the {'input' if self.at_input else 'output'} of {self.name(module)}"
+    def _hook_target(self, site: Site, found: dict[Site, Tensor], source_seen: list[bool]) -> Any:
+        def keep(value: Any) -> None:
+            what = self._what(site)
             if not source_seen:
                 raise ValueError(
-                    f"{self.name(module)} is called before the source {self.name(self.source)}, if that is "
+                    f"{self.name(site)} is called before the source {self.name(self.source)}, if that is "
                     "called at all: choose a source that the forward pass reaches first"
                 )
-            target = _only_tensor(value, what)
+            target = _only_tensor(site.pick(value), what)
             _check_sequence(target, what, heads=True)
-            found[module] = target.clone()  # as it is now, whatever is written to it later
+            found[site] = target.clone()  # as it is now, whatever is written to it later
             if len(found) == len(set(self.layers)):
                 raise _LastTarget
 
-        if self.at_input:
-            return layer.register_forward_pre_hook(
-                lambda module, args, kwargs: keep(module, args[:1] or tuple(kwargs.values())),
-                with_kwargs=True,
-            )
-        return layer.register_forward_hook(lambda module, args, out: keep(module, out))
+        return hook_site(site, keep)
 
-    def name(self, module: Module | None) -> str:
-        """How the module is called within the model, for messages."""
+    def _what(self, site: Site) -> str:
+        return f"the {'input' if site.at_input else 'output'} of {self.name(site)}"
+
+    def name(self, site: Site | None) -> str:
+        """How the site's module is called within the model, for messages."""
+        module = None if site is None else site.module
         if isinstance(self.forward_func, Module):
             for name, candidate in self.forward_func.named_modules():
                 if candidate is module:
                     return f"module {name!r}" if name else "the model itself"
         return f"module {type(module).__name__}"
 
-    def no_path(self, layer: Module) -> NoPathError:
+    def no_path(self, layer: Site) -> NoPathError:
         """The error that no source reaches the target of a layer."""
         source = "the inputs" if self.source is None else self.name(self.source)
         return NoPathError(
@@ -188,32 +214,76 @@ class ForwardPass:
         )
 
 
-def observed(modules: dict[str, Module], run: Callable[[], Any]) -> dict[str, Tensor]:
-    """The outputs of modules in a forward pass, which ends as soon as all are there.
+def observed(sites: dict[str, Module | Site], run: Callable[[], Any]) -> dict[str, Tensor]:
+    """The tensors at sites in a forward pass, which ends as soon as all are there.
 
     Args:
-        modules: Modules whose outputs are tensors, by name. Their order does not matter.
+        sites: Sites, or modules whose outputs are meant, by name. Their order does not matter.
         run: Runs the model.
 
     Returns:
-        For each module that was called its last output, detached.
+        For each site that was reached its last tensor, detached.
     """
     found: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
-        def hook(module: Module, args: Any, out: Tensor) -> None:
-            found[name] = out.detach()
-            if len(found) == len(modules):
+    def keep(name: str, site: Site) -> Callable[[Any], None]:
+        def note(value: Any) -> None:
+            found[name] = _only_tensor(site.pick(value), name).detach()
+            if len(found) == len(sites):
                 raise _LastTarget
 
-        return hook
+        return note
 
     with ExitStack() as hooks:
-        for name, module in modules.items():
-            hooks.callback(module.register_forward_hook(keep(name)).remove)
+        for name, place in sites.items():
+            site = _as_site(place)
+            hooks.callback(hook_site(site, keep(name, site)).remove)
         with suppress(_LastTarget), torch.inference_mode():
             run()
     return found
+
+
+def hook_site(site: Site, action: Callable[[Any], Any]) -> Any:
+    """Call ``action`` with what is at the site; what it returns, unless ``None``, takes the place of that.
+
+    Forward passes of other threads are left alone.
+
+    Returns:
+        A handle with a method ``remove``.
+    """
+    thread = threading.get_ident()
+    calls = itertools.count()
+
+    def concerned() -> bool:
+        return threading.get_ident() == thread and (site.call is None or next(calls) == site.call)
+
+    def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not concerned():
+            return None
+        name = None if args else _main_keyword(kwargs)
+        new = action(args[0] if args else kwargs.get(name))
+        if new is None:
+            return None
+        return ((new, *args[1:]), kwargs) if args else (args, kwargs | {name: new})
+
+    def after(module: Module, args: Any, out: Any) -> Any:
+        return action(out) if concerned() else None
+
+    if site.at_input:
+        return site.module.register_forward_pre_hook(before, with_kwargs=True)
+    return site.module.register_forward_hook(after)
+
+
+def _main_keyword(kwargs: dict[str, Any]) -> str | None:
+    """The keyword that carries the hidden states: the only float tensor, or the first."""
+    floats = [
+        name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()
+    ]
+    return "hidden_states" if "hidden_states" in floats else next(iter(floats), None)
+
+
+def _as_site(layer: Module | Site, at_input: bool = False) -> Site:
+    return layer if isinstance(layer, Site) else Site(layer, at_input)
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forecast import Size
+from captum_hta.forward_pass import Site
 
 Text = str | tuple[str, str]
 
@@ -24,11 +25,14 @@ class Encoding:
         ids: Token ids.
         segments: For each token the segment it belongs to, 0 or 1 in a pair.
         tokens: For each token a label.
+        words: For each token the number of its word, ``None`` for special tokens; where the words are not
+            known, ``None`` for all.
     """
 
     ids: list[int]
     segments: list[int]
     tokens: list[str]
+    words: list[int | None] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -93,8 +97,8 @@ class Model(Protocol):
     def size(self) -> Size:
         """The numbers that decide what contributions cost."""
 
-    def encode(self, text: Text) -> Encoding:
-        """Read a text, or a pair of them."""
+    def encode(self, text: Text, max_length: int | None = None) -> Encoding:
+        """Read a text, or a pair of them; with ``max_length`` the first tokens alone."""
 
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
         """Pad encodings to one length, on the model's device."""
@@ -102,11 +106,11 @@ class Model(Protocol):
     def forward(self, *args: Any) -> Any:
         """Run the model on ``(*batch.inputs, *batch.extra)``."""
 
-    def source(self, layer: int) -> Module:
-        """The module whose output enters block ``layer``."""
+    def source(self, layer: int) -> Module | Site:
+        """Where what enters block ``layer`` is: a site, or a module whose output it is."""
 
-    def target(self, layer: int, kind: str) -> Module:
-        """The module whose output is the ``"head"`` or ``"layer"`` target of block ``layer``."""
+    def target(self, layer: int, kind: str) -> Module | Site:
+        """Where the ``"head"`` or ``"layer"`` target of block ``layer`` is."""
 
     def attention(self, batch: Batch) -> list[Attention]:
         """What every layer's attention does, from one forward pass."""

@@ -1,8 +1,7 @@
 """For TransformerLens users: contributions in place of attention patterns, for all layers at once."""
 
-from captum_hta.integrations.transformer_lens import load_model
-
 from captum_hta import contributions
+from captum_hta.integrations.transformer_lens import load_model
 
 model = load_model()  # or a name, a folder, a transformers model, a bridge
 pair = ("The trophy did not fit in the suitcase.", "It was too big.")

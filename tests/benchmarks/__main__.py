@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from captum.attr import NeuronGradient
-from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from rich.console import Console
 from rich.table import Table
 from transformers import BertConfig, BertModel
@@ -28,6 +27,7 @@ from transformers import BertConfig, BertModel
 from captum_hta import contributions
 from captum_hta.forward import Columns, sweep
 from captum_hta.forward_pass import ForwardPass
+from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from captum_hta.linearization import Linearization
 from captum_hta.plan import chunk_size
 from captum_hta.request import Request

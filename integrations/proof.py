@@ -1,0 +1,185 @@
+"""Checks that an adapter makes of itself on a few tokens, when a model is loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from captum_hta.attention_jacobian import attention_energies
+from captum_hta.forward_pass import ForwardPass, Site, hook_site, observed
+from captum_hta.jacobian import Question, answer
+from captum_hta.model import Encoding, Model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was checked.
+
+    Attributes:
+        name: What.
+        passed: Whether it holds.
+        found: What was found, for a reader.
+    """
+
+    name: str
+    passed: bool
+    found: str = ""
+
+
+class Proof:
+    """Checks of an adapter in the middle block.
+
+    Args:
+        model: The adapter.
+        architecture: What to call the model's kind.
+        vocabulary: Number of token ids.
+        pad: Id of padding, which is avoided.
+    """
+
+    def __init__(self, model: Model, architecture: str, vocabulary: int, pad: int | None) -> None:
+        self.model, self.architecture = model, architecture
+        self.layer = (model.num_layers - 1) // 2
+        self.checks: list[Check] = []
+        ids = [(7 * number + 11) % vocabulary for number in range(8)]
+        ids = [number for number in ids if number != pad][:6]
+        self.batch = model.batch([Encoding(ids, [0] * len(ids), [""] * len(ids))])
+
+    def require(self, holds: bool, name: str, what: str, found: str = "") -> None:
+        """Note a check; raise where it does not hold.
+
+        Raises:
+            ValueError: That the adapter does not fit, and why.
+        """
+        self.checks.append(Check(name, holds, found))
+        if not holds:
+            raise ValueError(
+                f"the adapter does not fit {self.architecture}: {what} (checked in block {self.layer}); "
+                "contributions would be wrong, so the model is refused"
+            )
+
+    def run(self, read: dict[str, Module | Site]) -> None:
+        """All checks but the closed form's.
+
+        Args:
+            read: Where ``"source"`` and ``"head"`` are read, by the block and by the projection of its
+                heads.
+        """
+        values = self.values(read)
+        self._check_shapes(values)
+        self._check_places(values)
+        self._check_change(values["head"])
+        self._check_patterns()
+
+    def values(self, read: dict[str, Module | Site] | None = None) -> dict[str, Tensor]:
+        """The source and the targets of the block, the source of the next one, and what is read."""
+        model = self.model
+        sites = {
+            "source": model.source(self.layer),
+            "head": model.target(self.layer, "head"),
+            "layer": model.target(self.layer, "layer"),
+        }
+        if self.layer + 1 < model.num_layers:
+            sites["next"] = model.source(self.layer + 1)
+        sites |= {f"{name} read": site for name, site in (read or {}).items()}
+        return observed(sites, lambda: model.forward(*self.batch.inputs, *self.batch.extra))
+
+    def _check_shapes(self, values: dict[str, Tensor]) -> None:
+        model, shape = self.model, self.batch.inputs[0].shape
+        for name in ("source", "head", "layer"):
+            self.require(name in values, f"{name} is reached", f"the site of the {name} is not reached")
+        for name in ("source", "layer"):
+            found = list(values[name].shape)
+            what = f"the {name} is {found}, not [batch, pos, d_model]"
+            self.require(found == [*shape, model.d_model], f"shape of the {name}", what, str(found))
+        z = values["head"]
+        fits = z.shape[:2] == shape and z[0, 0].numel() == model.num_heads * model.d_head
+        what = f"the head target is {list(z.shape)}, not [batch, pos, head * d_head]"
+        self.require(fits, "shape of the heads", what, str(list(z.shape)))
+
+    def _check_places(self, values: dict[str, Tensor]) -> None:
+        """That source and targets are the values that their names say."""
+        for name, other, what in (
+            ("source", "source read", "the source is not what enters the block"),
+            ("head", "head read", "the head target is not what the output projection reads"),
+            ("layer", "next", "the layer target is not what enters the next block"),
+        ):
+            if other in values:
+                self.require(_equal(values[name], values[other]), f"place of the {name}", what)
+
+    def _check_change(self, z: Tensor) -> None:
+        def shifted(value: Tensor) -> Tensor:
+            return value + torch.linspace(-1, 1, value.shape[-1], dtype=value.dtype, device=value.device)
+
+        source = self.model.source(self.layer)
+        handle = hook_site(source if isinstance(source, Site) else Site(source), _on_tensor(shifted))
+        try:
+            changed = self.values()["head"]
+        finally:
+            handle.remove()
+        what = "a change at the source does not reach the head target"
+        self.require(not torch.equal(changed, z), "source reaches the heads", what)
+
+    def _check_patterns(self) -> None:
+        pattern = self.model.attention(self.batch)[self.layer].pattern.float()
+        error = (pattern.sum(-1) - 1).abs().max().item()
+        what = f"rows of the attention pattern are off a sum of 1 by {error:.2g}"
+        self.require(error < 1e-2, "patterns sum to 1", what, f"off by {error:.1e}")
+
+    def closed_form_holds(self) -> bool:
+        """Whether the closed form gives one row of all heads as autograd does; a warning, if not."""
+        model = self.model
+        factors = model.attention(self.batch)[self.layer].factors
+        if factors is None:
+            return False
+        passage = ForwardPass(
+            model.forward,
+            self.batch.inputs,
+            self.batch.extra,
+            [model.target(self.layer, "head")],
+            model.source(self.layer),
+        )
+        question = Question(num_heads=model.num_heads, neuron_selector=1, way="reverse")
+        expected = answer(passage, question).energies[0].mean[:, :, 0]
+        found = attention_energies(factors)[:, :, 1]
+        error = ((found - expected).abs().amax() / expected.amax()).item()
+        holds = error < max(1e-3, 8 * torch.finfo(model.dtype).eps)
+        self.checks.append(Check("closed form equals autograd", holds, f"off by {error:.1e}"))
+        if not holds:
+            logger.warning(
+                "the closed form is off autograd by %.2g for %s, so the general ways are taken",
+                error,
+                self.architecture,
+            )
+        return holds
+
+
+def _on_tensor(change):
+    """``change`` for values that hold one tensor among others."""
+
+    def act(value):
+        if isinstance(value, Tensor):
+            return change(value)
+        return type(value)(
+            change(item) if isinstance(item, Tensor) and item.is_floating_point() else item for item in value
+        )
+
+    return act
+
+
+def _equal(value: Tensor, other: Tensor) -> bool:
+    return torch.equal(value.flatten(2), other.flatten(2))
+
+
+def require_eval(name: str, model: Module) -> None:
+    """Raise a ``ValueError`` if a dropout of the model is active."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) and module.training and module.p > 0:
+            raise ValueError(
+                f"{name} is in training mode, with a dropout that is active: call its eval() first"
+            )

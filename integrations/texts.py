@@ -1,0 +1,81 @@
+"""Texts as a tokenizer of ``transformers`` reads them: ids, labels that a reader knows, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_hta.model import Batch, Encoding, Text
+
+_VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"})
+
+
+class TextReader:
+    """Reads texts with a tokenizer, which is left as it is.
+
+    Args:
+        tokenizer: A tokenizer of ``transformers``, fast or slow.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def encode(self, text: Text, max_length: int | None = None) -> Encoding:
+        """Read a text, or a pair of them; with ``max_length`` the first tokens alone."""
+        pair = (text,) if isinstance(text, str) else text
+        fast = getattr(self.tokenizer, "is_fast", False)
+        limit = (
+            {"truncation": False} if max_length is None else {"truncation": True, "max_length": max_length}
+        )
+        encoded = self.tokenizer(*pair, verbose=False, return_offsets_mapping=fast, **limit)
+        ids = list(encoded["input_ids"])
+        segments = list(encoded.get("token_type_ids", [0] * len(ids)))
+        if not fast:
+            return Encoding(ids, segments, [self._plain_label(token) for token in ids])
+        parts, words = encoded.sequence_ids(0), encoded.word_ids(0)
+        labels = [
+            self._label(token, part, offsets, pair)
+            for token, part, offsets in zip(ids, parts, encoded["offset_mapping"], strict=True)
+        ]
+        return Encoding(ids, segments, labels, _numbered(parts, words))
+
+    def _label(self, token: int, part: int | None, offsets: tuple[int, int], pair: Sequence[str]) -> str:
+        """The piece of the text that a token stands for; a special token's own name."""
+        if part is None:
+            return self._plain_label(token)
+        piece = pair[part][offsets[0] : offsets[1]]
+        return piece.strip() or piece.translate(_VISIBLE) or self._plain_label(token)
+
+    def _plain_label(self, token: int) -> str:
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        if token in self.tokenizer.all_special_ids:
+            return name
+        text = self.tokenizer.convert_tokens_to_string([name])
+        return text.strip().removeprefix("##") or text.translate(_VISIBLE) or name
+
+    def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
+        """Pad encodings on the right; a tokenizer without a padding token pads with any id, which the mask
+        hides.
+        """
+        pad = self.tokenizer.pad_token_id or 0
+        ids = _padded([encoding.ids for encoding in encodings], pad, device)
+        mask = _padded([[1] * len(encoding) for encoding in encodings], 0, device)
+        segments = _padded([encoding.segments for encoding in encodings], 0, device)
+        return Batch((ids,), (mask, segments), mask.bool())
+
+
+def _numbered(parts: Sequence[int | None], words: Sequence[int | None]) -> list[int | None]:
+    """Words numbered through both texts of a pair; special tokens are of none."""
+    numbers: dict[tuple[int, int], int] = {}
+    return [
+        None if part is None or word is None else numbers.setdefault((part, word), len(numbers))
+        for part, word in zip(parts, words, strict=True)
+    ]
+
+
+def _padded(rows: Sequence[Sequence[int]], value: int, device: torch.device) -> Tensor:
+    tensors = [torch.tensor(row, device=device) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

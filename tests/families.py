@@ -1,0 +1,166 @@
+"""Tiny random models of every family, by their configurations: the case table of the adapters' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers as hf
+from torch.nn import Module
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 60}
+ENCODER = SIZES | {"intermediate_size": 32, "max_position_embeddings": 40}
+ROTARY = ENCODER | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BERT = ("encoder.layer.{}", "attention.output.dense")
+GROUPED = ROTARY | {"num_key_value_heads": 2}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model.
+
+    Attributes:
+        make: Makes a tiny one with random weights.
+        block: The path of a block, by its number.
+        projection: The path in a block of what mixes the outputs of its heads.
+        causal: Whether queries see no later keys.
+        closed_form: Whether the closed form of the previous layer is expected to hold.
+        exact: Whether it computes in float64 throughout, once it is cast to that.
+        note: What is special about it.
+    """
+
+    make: Callable[[], Module]
+    block: str = "layers.{}"
+    projection: str = "self_attn.o_proj"
+    causal: bool = False
+    closed_form: bool = True
+    exact: bool = True
+    note: str = ""
+
+
+def _encoder(config: str, model: str, **options: object) -> Callable[[], Module]:
+    return lambda: getattr(hf, model)(getattr(hf, config)(**(ENCODER | options)))
+
+
+def _grouped(config: str, model: str, **options: object) -> Callable[[], Module]:
+    return lambda: getattr(hf, model)(getattr(hf, config)(**(GROUPED | options)))
+
+
+FAMILIES = {
+    "BERT": Family(_encoder("BertConfig", "BertModel"), *BERT),
+    "RoBERTa": Family(
+        _encoder("RobertaConfig", "RobertaModel", pad_token_id=0),
+        "encoder.layer.{}",
+        "attention.output.dense",
+    ),
+    "XLM-RoBERTa": Family(
+        _encoder("XLMRobertaConfig", "XLMRobertaModel", pad_token_id=0),
+        "encoder.layer.{}",
+        "attention.output.dense",
+    ),
+    "ELECTRA": Family(
+        _encoder("ElectraConfig", "ElectraModel", embedding_size=8),
+        "encoder.layer.{}",
+        "attention.output.dense",
+    ),
+    "ALBERT": Family(
+        _encoder("AlbertConfig", "AlbertModel", embedding_size=8),
+        "encoder.albert_layer_groups.0.albert_layers.0",
+        "attention.dense",
+        note="one shared block, run several times",
+    ),
+    "DistilBERT": Family(
+        lambda: hf.DistilBertModel(
+            hf.DistilBertConfig(
+                dim=16, hidden_dim=32, n_layers=3, n_heads=4, vocab_size=60, max_position_embeddings=40
+            )
+        ),
+        "transformer.layer.{}",
+        "attention.out_lin",
+    ),
+    "DeBERTa v2": Family(
+        _encoder("DebertaV2Config", "DebertaV2Model", relative_attention=True, pos_att_type=["c2p", "p2c"]),
+        "encoder.layer.{}",
+        "attention.output.dense",
+        closed_form=False,
+        note="disentangled scores",
+    ),
+    "T5, its encoder": Family(
+        lambda: hf.T5EncoderModel(
+            hf.T5Config(d_model=16, d_kv=4, d_ff=32, num_layers=3, num_heads=4, vocab_size=60)
+        ),
+        "encoder.block.{}",
+        "layer.0.SelfAttention.o",
+        exact=False,
+        note="relative positions, RMSNorm",
+    ),
+    "GPT-2": Family(
+        lambda: hf.GPT2Model(hf.GPT2Config(n_embd=16, n_layer=3, n_head=4, vocab_size=60, n_positions=40)),
+        "h.{}",
+        "attn.c_proj",
+        causal=True,
+        note="pre-LN",
+    ),
+    "GPT-NeoX (Pythia)": Family(
+        _encoder("GPTNeoXConfig", "GPTNeoXModel", pad_token_id=0, bos_token_id=1, eos_token_id=2),
+        projection="attention.dense",
+        causal=True,
+        exact=False,
+        note="parallel blocks, partial rotary embedding",
+    ),
+    "Llama": Family(
+        _grouped("LlamaConfig", "LlamaModel"), causal=True, exact=False, note="grouped heads, rotary, RMSNorm"
+    ),
+    "Mistral": Family(
+        _grouped("MistralConfig", "MistralModel", sliding_window=3),
+        causal=True,
+        exact=False,
+        note="sliding window, shorter than the text",
+    ),
+    "Qwen2": Family(
+        _grouped("Qwen2Config", "Qwen2Model"), causal=True, exact=False, note="biases on queries and keys"
+    ),
+    "Qwen3": Family(
+        _grouped("Qwen3Config", "Qwen3Model", head_dim=8),
+        causal=True,
+        closed_form=False,
+        exact=False,
+        note="normalised queries and keys",
+    ),
+    "Gemma": Family(
+        _grouped("GemmaConfig", "GemmaModel", head_dim=8), causal=True, exact=False, note="scaled embedding"
+    ),
+    "Gemma 2": Family(
+        _grouped("Gemma2Config", "Gemma2Model", head_dim=8, sliding_window=3),
+        causal=True,
+        closed_form=False,
+        exact=False,
+        note="capped scores, norms after the sublayers",
+    ),
+    "Gemma 3": Family(
+        _grouped("Gemma3TextConfig", "Gemma3TextModel", head_dim=8, sliding_window=3),
+        causal=True,
+        closed_form=False,
+        exact=False,
+        note="normalised queries and keys",
+    ),
+    "Phi": Family(
+        lambda: hf.PhiModel(hf.PhiConfig(**ROTARY)),
+        projection="self_attn.dense",
+        causal=True,
+        exact=False,
+        note="parallel, partial rotary",
+    ),
+    "Phi-3": Family(_grouped("Phi3Config", "Phi3Model"), causal=True, exact=False, note="joint projections"),
+}
+
+
+def tiny(name: str) -> Module:
+    """The model of a family, in float64 and eval mode."""
+    torch.manual_seed(0)
+    model = FAMILIES[name].make().double().eval()
+    with torch.no_grad():  # away from where biases are nought and norms are one
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model

@@ -1,0 +1,155 @@
+"""Models of ``transformers`` of every family, against plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import WordTokenizer
+from families import FAMILIES, tiny
+from reference import jacobian, norms, shares
+from torch import Tensor
+from torch.nn import Module
+
+from captum_hta import contributions
+from captum_hta.integrations.transformer_lens import load_model
+from captum_hta.integrations.transformers import TransformersModel
+
+TEXT, OTHER = "one two three four", "five six"
+
+
+def tokenizer() -> WordTokenizer:
+    return WordTokenizer(60)
+
+
+def adapter(name: str) -> TransformersModel:
+    return TransformersModel(tiny(name), tokenizer())
+
+
+def passed(name: str, model: Module, ids: Tensor) -> Callable[..., tuple[Callable[[Tensor], Tensor], Tensor]]:
+    """Functions from what enters one block to a target of another, by hooks of the test's own."""
+    family = FAMILIES[name]
+    shared = "{}" not in family.block
+
+    def block(layer: int) -> Module:
+        return model.get_submodule(family.block.format(layer))
+
+    def function(source: int, layer: int, kind: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        seen: dict[str, Tensor] = {}
+
+        def run(x: Tensor | None) -> Tensor:
+            count = {"enter": 0, "read": 0}
+
+            def at(which: str, wanted: int) -> bool:
+                count[which] += 1
+                return not shared or count[which] == wanted + 1
+
+            def enter(module: Module, args: tuple) -> tuple | None:
+                if not at("enter", source):
+                    return None
+                seen["x"] = args[0]
+                return None if x is None else (x, *args[1:])
+
+            def read(value: object) -> None:
+                if at("read", layer):
+                    seen["y"] = value if isinstance(value, Tensor) else value[0]
+
+            handles = [block(source).register_forward_pre_hook(enter)]
+            if kind == "head":
+                projection = block(layer).get_submodule(family.projection)
+                handles.append(projection.register_forward_pre_hook(lambda module, args: read(args[0])))
+            else:
+                handles.append(block(layer).register_forward_hook(lambda module, args, out: read(out)))
+            model(ids)
+            for handle in handles:
+                handle.remove()
+            return seen["y"]
+
+        run(None)
+        return run, seen["x"].detach()
+
+    return function
+
+
+@pytest.mark.parametrize("kind", ["head", "layer"])
+@pytest.mark.parametrize("source", ["input", "previous_layer"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_contributions_equal_autograd(name: str, source: str, kind: str) -> None:
+    """Every layer, head and query; above the diagonal of a causal model exactly nought."""
+    family = FAMILIES[name]
+    model = adapter(name)
+    found = contributions(model, TEXT, source=source, target=kind).values[0]
+    encoding = model.encode(TEXT)
+    function = passed(name, model.model, torch.tensor([encoding.ids]))
+    for layer in (0, 2):
+        run, x = function(0 if source == "input" else layer, layer, kind)
+        heads = 4 if kind == "head" else 1
+        expected = shares(norms(jacobian(run, x, range(len(encoding))), heads, "frobenius"))
+        expected = expected if kind == "head" else expected[0]
+        rtol = 1e-9 if family.exact else 2e-5
+        torch.testing.assert_close(found[layer], expected, rtol=rtol, atol=1e-12 if family.exact else 1e-7)
+    if family.causal:
+        assert not found.triu(1).any()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_closed_form(name: str) -> None:
+    """It holds where it should, and says so; elsewhere the general ways are taken without a warning."""
+    model = adapter(name)
+    result = contributions(model, TEXT, source="previous_layer")
+    assert ({plan.way for plan in result.plans} == {"closed form"}) == FAMILIES[name].closed_form
+    assert model.size.closed_form == FAMILIES[name].closed_form
+    general = contributions(model, TEXT, source="previous_layer", way="forward")
+    close = {"rtol": 1e-9, "atol": 1e-12} if FAMILIES[name].exact else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(result.values, general.values, **close)
+
+
+@pytest.mark.parametrize("source", ["input", "previous_layer"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_batches_equal_single_texts(name: str, source: str) -> None:
+    """Padding changes nothing."""
+    model = adapter(name)
+    together = contributions(model, [TEXT, OTHER], source=source)
+    for index, text in enumerate([TEXT, OTHER]):
+        alone = contributions(model, text, source=source)
+        close = {"rtol": 1e-8, "atol": 1e-12} if FAMILIES[name].exact else {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(together.example(index).values, alone.values, **close)
+        torch.testing.assert_close(together.example(index).attention, alone.attention, **close)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_is_the_models_own(name: str) -> None:
+    """The patterns that the model hands out in eager attention."""
+    model = adapter(name)
+    result = contributions(model, TEXT, source="previous_layer")
+    plain = tiny(name)
+    plain.set_attn_implementation("eager")
+    ids = torch.tensor([model.encode(TEXT).ids])
+    with torch.no_grad():
+        expected = plain(ids, output_attentions=True).attentions
+    torch.testing.assert_close(
+        result.attention[0], torch.cat(expected).to(result.attention), rtol=1e-6, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_model_is_not_changed(name: str) -> None:
+    """Neither its attention implementation nor its hooks, gradients and mode."""
+    model = tiny(name)
+    before = model.config._attn_implementation
+    contributions(TransformersModel(model, tokenizer()), TEXT, n_probes=2)
+    assert model.config._attn_implementation == before
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_load_model_picks_an_adapter(name: str) -> None:
+    """Whatever the adapter, the numbers are the same."""
+    model = load_model(tiny(name), tokenizer=tokenizer())
+    expected = contributions(adapter(name), TEXT, layers=[1])
+    found = contributions(model, TEXT, layers=[1])
+    close = {"rtol": 1e-8, "atol": 1e-12} if FAMILIES[name].exact else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(found.values, expected.values, **close)
+    torch.testing.assert_close(found.attention, expected.attention, **close)
