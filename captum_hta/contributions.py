@@ -12,10 +12,11 @@ from torch import Tensor
 
 from captum_hta.attention_jacobian import attention_energies
 from captum_hta.forward_pass import ForwardPass
-from captum_hta.jacobian import Question, answer, matmul_precision
+from captum_hta.jacobian import Question, answer
 from captum_hta.model import Attention, Batch, Encoding, Model, Text
 from captum_hta.norms import NORMS, Energy, shares
 from captum_hta.plan import Plan
+from captum_hta.precision import matmul_precision
 from captum_hta.request import check_probes
 
 TARGETS = ("head", "layer")

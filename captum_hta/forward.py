@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from captum_hta.norms import Energy, accumulation_dtype, energies, largest_eigenvalue
+from captum_hta.precision import matmul_precision
 from captum_hta.request import Request
 from captum_hta.windows import WindowedLinearization
 
@@ -115,7 +116,7 @@ def sweep(
         tokens: The source tokens to push, from one to another; ``None`` for all.
     """
     tokens = tokens or range(x.shape[1])
-    with torch.no_grad():
+    with torch.no_grad(), matmul_precision("highest"):
         derivative.prepare(len(tokens) * len(directions))
     index = {target: number for number, target in enumerate(derivative.whole.targets)}
     for some, part in _chunks(tokens, len(directions), chunk):

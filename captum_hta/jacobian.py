@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from captum_hta.forward import forward_energies
 from captum_hta.forward_pass import ForwardPass, NoPathError
 from captum_hta.norms import Energy, joined
 from captum_hta.plan import Plan, Work, plan
+from captum_hta.precision import matmul_precision
 from captum_hta.probes import FIRST_PROBES, probe_energies
 from captum_hta.recorder import NotLinearizableError
 from captum_hta.request import Request, joined_heads, query_positions
@@ -23,7 +23,6 @@ from captum_hta.reverse import reverse_energies
 from captum_hta.windows import WindowedLinearization
 
 logger = logging.getLogger(__name__)
-PRECISIONS = ("highest", "high", "medium")
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,16 @@ class Answer:
 def answer(passage: ForwardPass, question: Question) -> Answer:
     """The energies that a question asks for.
 
+    All but the products of tangents is done in the highest precision, whatever PyTorch is set to.
+
     Raises:
         ValueError: If the forward pass does not fit the question; see :class:`ForwardPass`.
     """
+    with matmul_precision("highest"):
+        return _answered(passage, question)
+
+
+def _answered(passage: ForwardPass, question: Question) -> Answer:
     if question.way == "reverse" and not question.estimated:
         return _reverse(passage, question)
     try:
@@ -127,23 +133,6 @@ def _pushed(
         question.tolerance,
         question.keys,
     )
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """The precision of float32 matrix products, as it was before on any exit.
-
-    Raises:
-        ValueError: If ``precision`` is not ``"highest"``, ``"high"`` or ``"medium"``.
-    """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _instead(passage: ForwardPass, question: Question, error: Exception) -> Answer:

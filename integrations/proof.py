@@ -13,6 +13,7 @@ from captum_hta.attention_jacobian import attention_energies
 from captum_hta.forward_pass import ForwardPass, Site, hook_site, observed
 from captum_hta.jacobian import Question, answer
 from captum_hta.model import Encoding, Model
+from captum_hta.precision import matmul_precision
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,8 @@ class Proof:
     def closed_form_holds(self) -> bool:
         """Whether the closed form gives one row of all heads as autograd does; a warning, if not."""
         model = self.model
-        factors = model.attention(self.batch)[self.layer].factors
+        with matmul_precision("highest"):
+            factors = model.attention(self.batch)[self.layer].factors
         if factors is None:
             return False
         passage = ForwardPass(
@@ -146,7 +148,8 @@ class Proof:
         )
         question = Question(num_heads=model.num_heads, neuron_selector=1, way="reverse")
         expected = answer(passage, question).energies[0].mean[:, :, 0]
-        found = attention_energies(factors)[:, :, 1]
+        with matmul_precision("highest"):
+            found = attention_energies(factors)[:, :, 1]
         error = ((found - expected).abs().amax() / expected.amax()).item()
         holds = error < max(1e-3, 8 * torch.finfo(model.dtype).eps)
         self.checks.append(Check("closed form equals autograd", holds, f"off by {error:.1e}"))

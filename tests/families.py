@@ -164,3 +164,17 @@ def tiny(name: str) -> Module:
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def table() -> str:
+    """The families as a table for the README."""
+    lines = ["| family | closed form of the previous layer | notes |", "|---|---|---|"]
+    for name, family in FAMILIES.items():
+        kind = "decoder" if family.causal else "encoder"
+        notes = f"{kind}, {family.note}" if family.note else kind
+        lines.append(f"| {name} | {'yes' if family.closed_form else 'no'} | {notes} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from captum_hta import HiddenTokenAttribution, Work, contributions, plan
+from captum_hta.integrations.transformer_lens import load_model
 from captum_hta.plan import CACHE, CPU_MEMORY, LIVE_STACKS, chunk_size, memory_budget
 
 BERT = Work(
@@ -72,6 +73,21 @@ def test_precision(precision: str, minilm) -> None:
     found = contributions(minilm, "Dogs bark.", n_probes=4, precision=precision).values
     assert torch.get_float32_matmul_precision() == before
     assert (found - exact).abs().max() < 0.02
+
+
+def test_the_users_precision_does_not_matter(minilm) -> None:
+    """Nor is it changed: checks and condensed stretches are as in the highest."""
+    exact = contributions(minilm, "Dogs bark.", layers=[1])
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = contributions(load_model(), "Dogs bark.", layers=[1])
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found.plans == exact.plans
+    assert (found.values - exact.values).abs().max() < 0.01
+    assert load_model().size.closed_form
 
 
 def test_unknown_precision() -> None:

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from families import table
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -31,3 +33,9 @@ def test_example(path: Path) -> None:
     """Each example asserts something about its result."""
     run(str(path))
     assert "assert " in path.read_text(encoding="utf-8")
+
+
+def test_families() -> None:
+    """The README's table is that of the adapters' tests: ``python tests/families.py`` prints it."""
+    shown = README.partition("<!-- families -->")[2].partition("<!-- end of families -->")[0]
+    assert shown.strip() == table()
