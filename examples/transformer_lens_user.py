@@ -8,7 +8,7 @@ pair = ("The trophy did not fit in the suitcase.", "It was too big.")
 local = contributions(model, [pair], source="previous_layer")  # exact, about the price of a forward
 total = contributions(model, [pair], source="input", n_probes=16)
 
-layer, head, query = 4, 7, total.tokens[0].index("it")
+layer, head, query = 4, 7, total.tokens[0].index("It")
 for name, values in {
     "attention": total.attention,
     "local": local.values,
