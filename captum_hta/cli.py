@@ -26,6 +26,7 @@ from captum_hta.norms import NORMS
 from captum_hta.probes import FIRST_PROBES
 
 EXPLAIN_PROBES = 32
+DOCTOR_TOKENS = 32
 FAILED = 1
 out = Console(soft_wrap=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -48,8 +49,7 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model", "-m",
-        help="A BERT or RoBERTa: a folder, or a name on the Hugging Face hub. Default: the demo model, a "
-        "6-layer BERT.",
+        help="A folder, or a name on the Hugging Face hub. Default: the demo model, a 6-layer BERT.",
     ),
 ]  # fmt: skip
 Device = Annotated[str | None, typer.Option(help='Where to run, such as "cpu" or "cuda".')]
@@ -214,6 +214,61 @@ def _strongest(row: torch.Tensor, tokens: list[str], top: int) -> str:
 def _plain(text: str) -> str:
     """Without the meaning that rich gives to brackets, as in ``[CLS]``."""
     return text.replace("[", r"\[")
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder, or a name on the Hugging Face hub. Default: the demo model."),
+    ] = None,
+    device: Device = None,
+    debug: Debug = False,
+) -> None:
+    """Show what is found in a model: its parts, the checks at loading, and the ways that will be taken.
+
+    Ends with status 1 if a check fails.
+
+    Example: captum-hta doctor bert-base-uncased
+    """
+    loaded = _load(model, device)
+    facts = {
+        "model": loaded.name,
+        "adapter": f"{type(loaded).__name__} on {loaded.architecture}",
+        "layers, heads": f"{loaded.num_layers}, {loaded.num_heads} of {loaded.d_head}",
+        "width": str(loaded.d_model),
+        "reads at most": "any length" if loaded.max_length is None else f"{loaded.max_length} tokens",
+        "weights": f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
+        "closed form": "yes" if loaded.size.closed_form else "no, the general ways are taken",
+    }
+    facts |= {
+        f"{plots.MAPS[source]}, {DOCTOR_TOKENS} tokens": str(
+            forecast(loaded.size, DOCTOR_TOKENS, source=source, dtype=loaded.dtype, device=loaded.device)
+        )
+        for source in study.SOURCES
+    }
+    _print_pairs("Found", facts)
+    _print_pairs(
+        "Checked",
+        {
+            check.name: " ".join(filter(None, ("passed" if check.passed else "FAILED", check.found)))
+            for check in loaded.checks
+        },
+    )
+    if not all(check.passed for check in loaded.checks):
+        raise UserError("a check failed; results by the general ways are right all the same")
+
+
+def _print_pairs(title: str, pairs: dict[str, str]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in pairs.items():
+        table.add_row(name, _plain(value))
+    out.print(table)
 
 
 # --- study -----------------------------------------------------------------------------------------

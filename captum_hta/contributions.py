@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from captum._utils.progress import NullProgress, progress
@@ -19,11 +20,13 @@ from captum_hta.plan import Plan
 from captum_hta.precision import matmul_precision
 from captum_hta.request import check_probes
 
+logger = logging.getLogger(__name__)
 TARGETS = ("head", "layer")
 BATCH_TOKENS = 1024
 """Positions of a batch, padding included. More gain nothing: the products are large enough."""
 PADDING_SHARE = 1 / 8
 """Share of a batch that padding may be."""
+REDUCTIONS = ("sum", "max", "mean")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Contributions:
         tokens: For each text the labels of its tokens.
         layers: The layers of the layer axis.
         plans: For each batch of texts how its contributions were found.
+        encodings: The texts as the model read them.
+        cut: For each text how many tokens at its end were left out, where truncation was allowed.
     """
 
     values: Tensor
@@ -46,6 +51,8 @@ class Contributions:
     tokens: list[list[str]]
     layers: list[int]
     plans: list[Plan] = field(repr=False)
+    encodings: list[Encoding] | None = field(default=None, repr=False)
+    cut: list[int] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,6 +71,44 @@ class Contributions:
             tokens=[self.tokens[index]],
             layers=self.layers,
             plans=self.plans,
+            encodings=None if self.encodings is None else [self.encodings[index]],
+            cut=None if self.cut is None else [self.cut[index]],
+        )
+
+    def to_words(self, reduction: str = "sum") -> Contributions:
+        """Contributions of words to words, where the model's tokens are pieces of words.
+
+        Args:
+            reduction: How the pieces of a key are put together: ``"sum"``, what all of them contribute;
+                ``"max"`` or ``"mean"``, after which rows are scaled to sum to 1 again. The pieces of a
+                query are averaged.
+
+        Returns:
+            The same axes with words in the place of tokens; special tokens stand for themselves. The
+            standard error, with ``"sum"`` alone, is an upper bound, as if all pieces erred together.
+
+        Raises:
+            ValueError: If the reduction is none of these, or the tokenizer does not tell words.
+        """
+        if reduction not in REDUCTIONS:
+            raise ValueError(
+                f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}"
+            )
+        groups = [word_groups(encoding) for encoding in self.encodings or ()]
+        if not groups:
+            raise ValueError("these contributions are not of tokens: call to_words on the first result")
+
+        def merged(values: Tensor | None) -> Tensor | None:
+            return None if values is None else _merged(values, [group for group, _ in groups], reduction)
+
+        return Contributions(
+            values=merged(self.values),
+            standard_error=merged(self.standard_error) if reduction == "sum" else None,
+            attention=merged(self.attention),
+            tokens=[labels for _, labels in groups],
+            layers=self.layers,
+            plans=self.plans,
+            cut=self.cut,
         )
 
 
@@ -103,6 +148,7 @@ def contributions(
     show_progress: bool = False,
     way: str | None = None,
     precision: str = "highest",
+    truncation: bool = False,
 ) -> Contributions:
     r"""How much of each token is in each head's output, or in each hidden embedding.
 
@@ -128,6 +174,8 @@ def contributions(
         way: Force one of :data:`captum_hta.plan.WAYS`. Default: ``None``, the cheapest.
         precision: Precision of float32 matrix products: ``"highest"``, ``"high"`` or ``"medium"``, as in
             ``torch.set_float32_matmul_precision``.
+        truncation: Cut texts that are longer than the model reads, and say so in ``cut``. Default:
+            ``False``, they are an error.
 
     Returns:
         The contributions, the model's attention and the tokens.
@@ -152,13 +200,14 @@ def contributions(
         n_probes, tolerance, seed, way, precision,
     )  # fmt: skip
     _check(model, setting)
-    encodings = [encoded(model, text, number) for number, text in enumerate(texts)]
+    encodings = [encoded(model, text, number, truncation) for number, text in enumerate(texts)]
     collected = _Collected(model, encodings, setting)
     with progress(desc="Contributions", total=len(texts)) if show_progress else NullProgress() as bar:
         for rows in batches([len(encoding) for encoding in encodings]):
             collected.add(rows, model.batch([encodings[row] for row in rows]))
             bar.update(len(rows))
-    return collected.result()
+    result = collected.result()
+    return replace(result, cut=_cut(model, texts, encodings)) if truncation else result
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -227,6 +276,7 @@ class _Collected:
             tokens=[encoding.tokens for encoding in self.encodings],
             layers=self.setting.layers,
             plans=self.plans,
+            encodings=list(self.encodings),
         )
 
 
@@ -330,21 +380,78 @@ def _checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
     return [text if isinstance(text, str) else tuple(text) for text in texts]
 
 
-def encoded(model: Model, text: Text, number: int) -> Encoding:
+def encoded(model: Model, text: Text, number: int, truncation: bool = False) -> Encoding:
     """The text of that number as the model reads it.
 
     Raises:
-        ValueError: If it has no token, or more than the model reads.
+        ValueError: If it has no token, or more than the model reads and ``truncation`` is not allowed.
     """
     encoding = model.encode(text)
     if not len(encoding):
         raise ValueError(f"text {number} has no token: {text!r}")
     if model.max_length is not None and len(encoding) > model.max_length:
+        if truncation:
+            return model.encode(text, model.max_length)
         raise ValueError(
             f"text {number} has {len(encoding)} tokens, but {model.name} reads at most "
-            f"{model.max_length}: shorten it"
+            f"{model.max_length}: shorten it, or cut it with truncation=True"
         )
     return encoding
+
+
+def _cut(model: Model, texts: Sequence[Text], encodings: Sequence[Encoding]) -> list[int]:
+    """How many tokens of each text are missing."""
+    cut = [
+        len(model.encode(text)) - len(encoding) if len(encoding) == model.max_length else 0
+        for text, encoding in zip(texts, encodings, strict=True)
+    ]
+    if any(cut):
+        rows = ", ".join(f"{count} of text {number}" for number, count in enumerate(cut) if count)
+        logger.warning("tokens left out, since %s reads %d: %s", model.name, model.max_length, rows)
+    return cut
+
+
+# --- words -----------------------------------------------------------------------------------------
+
+
+def word_groups(encoding: Encoding) -> tuple[list[int], list[str]]:
+    """For each token the number of its word or special token, in the order of the text; and their labels.
+
+    Raises:
+        ValueError: If the words are not known.
+    """
+    if encoding.words is None or encoding.word_labels is None:
+        raise ValueError("the tokenizer does not tell which tokens make a word: use a fast tokenizer")
+    groups: list[int] = []
+    labels: list[str] = []
+    known: dict[int, int] = {}
+    for token, word in zip(encoding.tokens, encoding.words, strict=True):
+        if word is None or word not in known:
+            labels.append(token if word is None else encoding.word_labels[word])
+            if word is not None:
+                known[word] = len(labels) - 1
+        groups.append(len(labels) - 1 if word is None else known[word])
+    return groups, labels
+
+
+def _merged(values: Tensor, groups: Sequence[Sequence[int]], reduction: str) -> Tensor:
+    """``[batch, ..., word, word]`` of ``[batch, ..., token, token]``, padded with NaN."""
+    longest = max(max(group) for group in groups) + 1
+    out = values.new_full((*values.shape[:-2], longest, longest), torch.nan)
+    for row, group in enumerate(groups):
+        length, words = len(group), max(group) + 1
+        part = values[row, ..., :length, :length]
+        index = torch.tensor(group, device=values.device)
+        how = {"sum": "sum", "max": "amax", "mean": "mean"}[reduction]
+        keys = part.new_zeros(*part.shape[:-1], words)
+        keys = keys.scatter_reduce(-1, index.expand(part.shape), part, how, include_self=False)
+        queries = keys.new_zeros(*keys.shape[:-2], words, words)
+        index = index[:, None].expand(keys.shape)
+        queries = queries.scatter_reduce(-2, index, keys, "mean", include_self=False)
+        if reduction != "sum":
+            queries = queries / queries.sum(-1, keepdim=True).clamp_min(torch.finfo(queries.dtype).tiny)
+        out[row, ..., :words, :words] = queries
+    return out
 
 
 def _layers(model: Model, layers: Sequence[int] | int | None, source: str | int) -> list[int]:

@@ -27,15 +27,32 @@ class Encoding:
         tokens: For each token a label.
         words: For each token the number of its word, ``None`` for special tokens; where the words are not
             known, ``None`` for all.
+        word_labels: For each word its label.
     """
 
     ids: list[int]
     segments: list[int]
     tokens: list[str]
     words: list[int | None] | None = None
+    word_labels: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that an adapter checked of itself.
+
+    Attributes:
+        name: What.
+        passed: Whether it holds.
+        found: What was found, for a reader.
+    """
+
+    name: str
+    passed: bool
+    found: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,8 @@ class Model(Protocol):
         d_head: Width of a head's output.
         d_model: Width of a hidden embedding ``D``.
         max_length: Most tokens that it reads, or ``None``.
+        architecture: The kind of model.
+        checks: What was checked when it was loaded.
     """
 
     name: str
@@ -84,6 +103,8 @@ class Model(Protocol):
     d_head: int
     d_model: int
     max_length: int | None
+    architecture: str
+    checks: Sequence[Check]
 
     @property
     def device(self) -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,25 +11,10 @@ from torch.nn import Module
 from captum_hta.attention_jacobian import attention_energies
 from captum_hta.forward_pass import ForwardPass, Site, hook_site, observed
 from captum_hta.jacobian import Question, answer
-from captum_hta.model import Encoding, Model
+from captum_hta.model import Check, Encoding, Model
 from captum_hta.precision import matmul_precision
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was checked.
-
-    Attributes:
-        name: What.
-        passed: Whether it holds.
-        found: What was found, for a reader.
-    """
-
-    name: str
-    passed: bool
-    found: str = ""
 
 
 class Proof:
@@ -132,6 +116,10 @@ class Proof:
         what = f"rows of the attention pattern are off a sum of 1 by {error:.2g}"
         self.require(error < 1e-2, "patterns sum to 1", what, f"off by {error:.1e}")
 
+    def is_causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return not self.model.attention(self.batch)[self.layer].pattern.triu(1).any()
+
     def closed_form_holds(self) -> bool:
         """Whether the closed form gives one row of all heads as autograd does; a warning, if not."""
         model = self.model
@@ -186,3 +174,9 @@ def require_eval(name: str, model: Module) -> None:
             raise ValueError(
                 f"{name} is in training mode, with a dropout that is active: call its eval() first"
             )
+
+
+def require_weights(name: str, model: Module) -> None:
+    """Raise a ``ValueError`` if weights of the model are not there."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{name} has weights on the meta device, which hold no numbers: load them first")

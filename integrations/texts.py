@@ -35,18 +35,19 @@ class TextReader:
         segments = list(encoded.get("token_type_ids", [0] * len(ids)))
         if not fast:
             return Encoding(ids, segments, [self._plain_label(token) for token in ids])
-        parts, words = encoded.sequence_ids(0), encoded.word_ids(0)
+        parts, offsets = encoded.sequence_ids(0), encoded["offset_mapping"]
         labels = [
-            self._label(token, part, offsets, pair)
-            for token, part, offsets in zip(ids, parts, encoded["offset_mapping"], strict=True)
+            self._label(token, part, span, pair)
+            for token, part, span in zip(ids, parts, offsets, strict=True)
         ]
-        return Encoding(ids, segments, labels, _numbered(parts, words))
+        words = _numbered(parts, encoded.word_ids(0))
+        return Encoding(ids, segments, labels, words, _word_labels(words, parts, offsets, pair))
 
-    def _label(self, token: int, part: int | None, offsets: tuple[int, int], pair: Sequence[str]) -> str:
+    def _label(self, token: int, part: int | None, span: tuple[int, int], pair: Sequence[str]) -> str:
         """The piece of the text that a token stands for; a special token's own name."""
         if part is None:
             return self._plain_label(token)
-        piece = pair[part][offsets[0] : offsets[1]]
+        piece = pair[part][slice(*span)]
         return piece.strip() or piece.translate(_VISIBLE) or self._plain_label(token)
 
     def _plain_label(self, token: int) -> str:
@@ -74,6 +75,22 @@ def _numbered(parts: Sequence[int | None], words: Sequence[int | None]) -> list[
         None if part is None or word is None else numbers.setdefault((part, word), len(numbers))
         for part, word in zip(parts, words, strict=True)
     ]
+
+
+def _word_labels(
+    words: Sequence[int | None],
+    parts: Sequence[int | None],
+    offsets: Sequence[tuple[int, int]],
+    pair: Sequence[str],
+) -> list[str]:
+    """What stands in the text from the first to the last token of each word."""
+    spans: dict[int, tuple[int, int, int]] = {}
+    for word, part, (start, stop) in zip(words, parts, offsets, strict=True):
+        if word is not None:
+            _, first, last = spans.get(word, (part, start, stop))
+            spans[word] = (part, min(first, start), max(last, stop))
+    pieces = [pair[part][start:stop] for part, start, stop in (spans[word] for word in sorted(spans))]
+    return [piece.strip() or piece.translate(_VISIBLE) for piece in pieces]
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -19,10 +20,10 @@ from captum_hta.forecast import Size
 from captum_hta.forward_pass import Site, observed
 from captum_hta.integrations.layouts import layout_for
 from captum_hta.integrations.loading import demo_path, load_pretrained, load_tokenizer
-from captum_hta.integrations.proof import Check, Proof, require_eval
+from captum_hta.integrations.proof import Proof, require_eval, require_weights
 from captum_hta.integrations.texts import TextReader
 from captum_hta.integrations.transformers import TransformersModel
-from captum_hta.model import Attention, Batch, Encoding, Text
+from captum_hta.model import Attention, Batch, Check, Encoding, Text
 
 HOOKS = {"head": "blocks.{}.attn.hook_z", "layer": "blocks.{}.hook_out"}
 
@@ -45,7 +46,7 @@ class TransformerLensModel:
     with autograd (else the general ways are taken, with a warning).
 
     Args:
-        bridge: A ``TransformerBridge`` of a BERT or RoBERTa, in eval mode, with eager attention.
+        bridge: A ``TransformerBridge`` in eval mode, with eager attention.
         tokenizer: Its tokenizer. Default: ``None``, the bridge's own.
         name: What to call the model. Default: ``None``, its name in the bridge's configuration.
 
@@ -73,6 +74,7 @@ class TransformerLensModel:
         self.d_model = bridge.cfg.d_model
         self.max_length = getattr(bridge.cfg, "n_ctx", None)
         self._closed_form = self.architecture in _POST_NORM
+        require_weights(self.name, bridge)
         self._require_eval()
         self.checks = self._proven()
 
@@ -100,6 +102,9 @@ class TransformerLensModel:
             width=self.d_model,
             inner=getattr(self.bridge.cfg, "d_mlp", None) or 4 * self.d_model,
             d_head=self.d_head,
+            key_heads=getattr(self.bridge.cfg, "n_key_value_heads", None),
+            gated=bool(getattr(self.bridge.cfg, "gated_mlp", False)),
+            causal=self._causal,
             closed_form=self._closed_form,
         )
 
@@ -207,6 +212,7 @@ class TransformerLensModel:
         )
         if self._closed_form:
             self._closed_form = proof.closed_form_holds()
+        self._causal = proof.is_causal()
         return proof.checks
 
     def _require_eval(self) -> None:
@@ -221,6 +227,7 @@ def load_model(
     tokenizer: Any = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    adapter: str | None = None,
 ) -> TransformerLensModel | TransformersModel:
     """Load a model: a BERT or RoBERTa through TransformerLens, others as ``transformers`` has them.
 
@@ -232,6 +239,8 @@ def load_model(
         tokenizer: Its tokenizer. Default: ``None``, the one saved with the model.
         device: Where to run. Default: ``None``, where the model is.
         dtype: Of the weights. Default: ``None``, as they are.
+        adapter: Force ``"transformer_lens"``, for its hook points, or ``"transformers"``, which knows the
+            closed form of more families. Default: ``None``, as above.
 
     Returns:
         The model, ready for :func:`captum_hta.contributions`.
@@ -245,6 +254,8 @@ def load_model(
         >>> load_model().num_layers
         6
     """
+    if adapter not in (None, "transformer_lens", "transformers"):
+        raise ValueError(f"adapter must be 'transformer_lens', 'transformers' or None, got {adapter!r}")
     if isinstance(model, TransformerBridge):
         _refuse_changes(device, dtype)
         return TransformerLensModel(model, tokenizer)
@@ -260,7 +271,7 @@ def load_model(
     if tokenizer is None:
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
     loaded = loaded.to(device=device, dtype=dtype).eval()
-    if loaded.config.model_type in _MASKED_LM:
+    if adapter == "transformer_lens" or (adapter is None and loaded.config.model_type in _MASKED_LM):
         return TransformerLensModel(_bridge(loaded, name), tokenizer, name)
     return TransformersModel(loaded, tokenizer, name)
 
@@ -283,7 +294,12 @@ def _bridge(model: Module, name: str) -> TransformerBridge:
     kind = model.config.model_type
     architecture = type(model).__name__
     if architecture not in _BRIDGED:
-        architecture = _MASKED_LM[kind]
+        architecture = _MASKED_LM.get(kind, architecture)
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"TransformerLens does not bridge {architecture}: pass the class with its language-model "
+            "head, or adapter='transformers'"
+        )
     return build_bridge_from_module(
         model,
         architecture,
@@ -295,7 +311,7 @@ def _bridge(model: Module, name: str) -> TransformerBridge:
 
 def _fit(adapter: Any, model: Module, kind: str) -> None:
     """Fit the layout of a masked language model to classes with another head, or none."""
-    if type(model).__name__ in _BRIDGED:
+    if type(model).__name__ in _BRIDGED or kind not in _MASKED_LM:
         return
     layout = adapter.component_mapping
     for part in _HEAD_PARTS:

@@ -28,7 +28,7 @@ from captum_hta.integrations.layouts import (
     split_weights,
     token_norm,
 )
-from captum_hta.integrations.proof import Proof, require_eval
+from captum_hta.integrations.proof import Proof, require_eval, require_weights
 from captum_hta.integrations.texts import TextReader
 from captum_hta.model import Attention, Batch, Encoding, Text
 
@@ -69,6 +69,7 @@ class TransformersModel:
         self.reader = TextReader(tokenizer)
         self._parameters = inspect.signature(self.base.forward).parameters
         self._closed_form = bool(self.layout.projections)
+        require_weights(self.name, model)
         proof = Proof(self, self.architecture, config.vocab_size, tokenizer.pad_token_id)
         self._require_eval()
         proof.run({})
@@ -175,8 +176,11 @@ class TransformersModel:
         entered: list[Tensor] = []
         rotary: list[Any] = []
 
+        thread = threading.get_ident()
+
         def note_rotary(module: Module, args: Any, kwargs: dict[str, Any]) -> None:
-            rotary.append(kwargs.get("position_embeddings"))
+            if threading.get_ident() == thread:
+                rotary.append(kwargs.get("position_embeddings"))
 
         handles = [
             hook_site(self.source(layer), lambda value: entered.append(value.detach()))
@@ -277,6 +281,8 @@ class _Seen:
 
 
 _LISTENER = threading.local()
+_SWITCH = threading.RLock()
+"""The attention implementation is a model's, not a thread's."""
 
 
 @contextmanager
@@ -289,14 +295,15 @@ def observed_attention(model: Module, listen: Callable[[_Seen], object]) -> Iter
     if not model._can_set_attn_implementation():
         yield
         return
-    before = model.config._attn_implementation
-    model.set_attn_implementation(OBSERVED)
-    _LISTENER.listen = listen
-    try:
-        yield
-    finally:
-        _LISTENER.listen = None
-        model.set_attn_implementation(before)
+    with _SWITCH:
+        before = model.config._attn_implementation
+        model.set_attn_implementation(OBSERVED)
+        _LISTENER.listen = listen
+        try:
+            yield
+        finally:
+            _LISTENER.listen = None
+            model.set_attn_implementation(before)
 
 
 def _observed_attention(

@@ -27,6 +27,7 @@ class Family:
         causal: Whether queries see no later keys.
         closed_form: Whether the closed form of the previous layer is expected to hold.
         exact: Whether it computes in float64 throughout, once it is cast to that.
+        bridge: The class with a head that TransformerLens bridges, if it does.
         note: What is special about it.
     """
 
@@ -36,6 +37,7 @@ class Family:
     causal: bool = False
     closed_form: bool = True
     exact: bool = True
+    bridge: str = ""
     note: str = ""
 
 
@@ -48,11 +50,12 @@ def _grouped(config: str, model: str, **options: object) -> Callable[[], Module]
 
 
 FAMILIES = {
-    "BERT": Family(_encoder("BertConfig", "BertModel"), *BERT),
+    "BERT": Family(_encoder("BertConfig", "BertModel"), *BERT, bridge="BertForMaskedLM"),
     "RoBERTa": Family(
         _encoder("RobertaConfig", "RobertaModel", pad_token_id=0),
         "encoder.layer.{}",
         "attention.output.dense",
+        bridge="RobertaForMaskedLM",
     ),
     "XLM-RoBERTa": Family(
         _encoder("XLMRobertaConfig", "XLMRobertaModel", pad_token_id=0),
@@ -101,6 +104,7 @@ FAMILIES = {
         "attn.c_proj",
         causal=True,
         note="pre-LN",
+        bridge="GPT2LMHeadModel",
     ),
     "GPT-NeoX (Pythia)": Family(
         _encoder("GPTNeoXConfig", "GPTNeoXModel", pad_token_id=0, bos_token_id=1, eos_token_id=2),
@@ -108,18 +112,28 @@ FAMILIES = {
         causal=True,
         exact=False,
         note="parallel blocks, partial rotary embedding",
+        bridge="GPTNeoXForCausalLM",
     ),
     "Llama": Family(
-        _grouped("LlamaConfig", "LlamaModel"), causal=True, exact=False, note="grouped heads, rotary, RMSNorm"
+        _grouped("LlamaConfig", "LlamaModel"),
+        causal=True,
+        exact=False,
+        note="grouped heads, rotary, RMSNorm",
+        bridge="LlamaForCausalLM",
     ),
     "Mistral": Family(
         _grouped("MistralConfig", "MistralModel", sliding_window=3),
         causal=True,
         exact=False,
         note="sliding window, shorter than the text",
+        bridge="MistralForCausalLM",
     ),
     "Qwen2": Family(
-        _grouped("Qwen2Config", "Qwen2Model"), causal=True, exact=False, note="biases on queries and keys"
+        _grouped("Qwen2Config", "Qwen2Model"),
+        causal=True,
+        exact=False,
+        note="biases on queries and keys",
+        bridge="Qwen2ForCausalLM",
     ),
     "Qwen3": Family(
         _grouped("Qwen3Config", "Qwen3Model", head_dim=8),
@@ -127,6 +141,7 @@ FAMILIES = {
         closed_form=False,
         exact=False,
         note="normalised queries and keys",
+        bridge="Qwen3ForCausalLM",
     ),
     "Gemma": Family(
         _grouped("GemmaConfig", "GemmaModel", head_dim=8), causal=True, exact=False, note="scaled embedding"
@@ -137,6 +152,7 @@ FAMILIES = {
         closed_form=False,
         exact=False,
         note="capped scores, norms after the sublayers",
+        bridge="Gemma2ForCausalLM",
     ),
     "Gemma 3": Family(
         _grouped("Gemma3TextConfig", "Gemma3TextModel", head_dim=8, sliding_window=3),
@@ -144,6 +160,7 @@ FAMILIES = {
         closed_form=False,
         exact=False,
         note="normalised queries and keys",
+        bridge="Gemma3ForCausalLM",
     ),
     "Phi": Family(
         lambda: hf.PhiModel(hf.PhiConfig(**ROTARY)),
@@ -151,8 +168,15 @@ FAMILIES = {
         causal=True,
         exact=False,
         note="parallel, partial rotary",
+        bridge="PhiForCausalLM",
     ),
-    "Phi-3": Family(_grouped("Phi3Config", "Phi3Model"), causal=True, exact=False, note="joint projections"),
+    "Phi-3": Family(
+        _grouped("Phi3Config", "Phi3Model"),
+        causal=True,
+        exact=False,
+        note="joint projections",
+        bridge="Phi3ForCausalLM",
+    ),
 }
 
 
@@ -166,13 +190,24 @@ def tiny(name: str) -> Module:
     return model
 
 
+def tiny_with_head(name: str) -> Module:
+    """The same with the head that TransformerLens needs, and other random weights."""
+    torch.manual_seed(0)
+    config = FAMILIES[name].make().config
+    return getattr(hf, FAMILIES[name].bridge)(config).double().eval()
+
+
 def table() -> str:
     """The families as a table for the README."""
-    lines = ["| family | closed form of the previous layer | notes |", "|---|---|---|"]
+    lines = [
+        "| family | closed form of the previous layer | TransformerLens too | notes |",
+        "|---|---|---|---|",
+    ]
     for name, family in FAMILIES.items():
         kind = "decoder" if family.causal else "encoder"
         notes = f"{kind}, {family.note}" if family.note else kind
-        lines.append(f"| {name} | {'yes' if family.closed_form else 'no'} | {notes} |")
+        answers = ("yes" if holds else "no" for holds in (family.closed_form, family.bridge))
+        lines.append(f"| {name} | {' | '.join(answers)} | {notes} |")
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ import torch
 from captum_hta import __version__, cli, report
 from captum_hta.integrations import transformer_lens
 from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.model import Check
 
 GOOD = (
     b'{"premise": "Dogs bark.", "hypothesis": "Loud!", "label": "neutral"}',
@@ -209,7 +210,7 @@ def test_explain_prints_tables(explained: tuple[Done, Path]) -> None:
     assert done.is_calm()
     for title in ("Layer 1, head 3", "Layer 5, head 3"):
         assert title in done.out
-    for token in ("[CLS]", "dogs", "bark", ".", "[SEP]", "loud", "!"):
+    for token in ("[CLS]", "Dogs", "bark", ".", "[SEP]", "Loud", "!"):
         assert len(re.findall(rf"│\s+\d+ │ {re.escape(token)} ", done.out)) >= 2
     assert re.search(r"\[CLS\] \d+%", done.out)
     assert "closed form" in done.out
@@ -631,3 +632,37 @@ def test_unexpected_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
     assert "error: RuntimeError: out of luck" in done.err
     assert "--debug" in done.err
     assert done.is_calm()
+
+
+# --- doctor ----------------------------------------------------------------------------------------
+
+
+def test_doctor(command: Command) -> None:
+    """What a model is, what was checked, and which ways are taken."""
+    done = command("doctor")
+    assert done.code == 0
+    assert done.is_calm()
+    for words in ("TransformerLensModel", "6, 12 of 32", "512 tokens", "closed form equals autograd"):
+        assert words in done.out
+    assert done.out.count("passed") == 12
+    assert "FAILED" not in done.out
+
+
+def test_doctor_of_nothing(command: Command) -> None:
+    """A model that cannot be loaded is an error in words."""
+    done = command("doctor", "./none")
+    assert done.code == 1
+    assert "no model is found" in done.err
+
+
+def test_doctor_tells_failed_checks(
+    command: Command, minilm: TransformerLensModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ends with status 1."""
+    monkeypatch.setattr(minilm, "checks", [Check("closed form equals autograd", False, "off by 1.0")])
+    monkeypatch.setattr(minilm, "_closed_form", False)
+    done = command("doctor")
+    assert done.code == 1
+    assert "FAILED off by 1.0" in done.out
+    assert "no, the general ways" in done.out
+    assert "a check failed" in done.err

@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers as hf
 from conftest import WordTokenizer
-from families import FAMILIES, tiny
+from families import FAMILIES, tiny, tiny_with_head
 from reference import jacobian, norms, shares
 from torch import Tensor
 from torch.nn import Module
 
 from captum_hta import contributions
-from captum_hta.integrations.transformer_lens import load_model
+from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from captum_hta.integrations.transformers import TransformersModel
 
 TEXT, OTHER = "one two three four", "five six"
@@ -153,3 +154,59 @@ def test_load_model_picks_an_adapter(name: str) -> None:
     close = {"rtol": 1e-8, "atol": 1e-12} if FAMILIES[name].exact else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(found.values, expected.values, **close)
     torch.testing.assert_close(found.attention, expected.attention, **close)
+
+
+BRIDGED = [name for name, family in FAMILIES.items() if family.bridge]
+
+
+@pytest.mark.parametrize("source", ["input", "previous_layer"])
+@pytest.mark.parametrize("name", BRIDGED)
+def test_transformer_lens_gives_the_same(name: str, source: str) -> None:
+    """Through its hook points, which are other modules, the contributions are the same."""
+    model = tiny_with_head(name)
+    plain, lens = (
+        load_model(model, tokenizer=tokenizer(), adapter=adapter)
+        for adapter in ("transformers", "transformer_lens")
+    )
+    assert isinstance(lens, TransformerLensModel)
+    assert isinstance(plain, TransformersModel)
+    expected, found = (contributions(each, [TEXT, OTHER], source=source) for each in (plain, lens))
+    close = {"rtol": 1e-8, "atol": 1e-12} if FAMILIES[name].exact else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(found.values, expected.values, equal_nan=True, **close)
+    torch.testing.assert_close(found.attention, expected.attention, equal_nan=True, **close)
+    assert lens.size.causal == plain.size.causal == FAMILIES[name].causal
+    assert lens.size.inner == plain.size.inner
+    assert lens.size.gated == plain.size.gated
+
+
+def test_adapter_is_checked() -> None:
+    """An unknown one, and a class that TransformerLens does not bridge."""
+    with pytest.raises(ValueError, match="adapter must be"):
+        load_model(tiny("GPT-2"), tokenizer=tokenizer(), adapter="lens")
+    with pytest.raises(ValueError, match="does not bridge GPT2Model"):
+        load_model(tiny("GPT-2"), tokenizer=tokenizer(), adapter="transformer_lens")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: hf.T5Model(hf.T5Config(d_model=8, d_kv=4, num_heads=2, num_layers=1)),
+            "encoder and a decoder",
+        ),
+        (lambda: hf.BartModel(hf.BartConfig(d_model=16, vocab_size=9)), "an encoder and a decoder"),
+        (lambda: hf.MambaModel(hf.MambaConfig(hidden_size=8, num_hidden_layers=1)), "without attention"),
+        (lambda: hf.ViTModel(hf.ViTConfig(hidden_size=8, num_attention_heads=2)), "of pictures"),
+    ],
+    ids=["T5", "BART", "Mamba", "ViT"],
+)
+def test_refused_by_name(make: Callable[[], Module], words: str) -> None:
+    """With the reason and what is supported."""
+    with pytest.raises(ValueError, match=words):
+        TransformersModel(make(), tokenizer())
+
+
+def test_no_model_of_transformers() -> None:
+    """A plain module is told what would do."""
+    with pytest.raises(TypeError, match="a model of transformers"):
+        TransformersModel(torch.nn.Linear(2, 2), tokenizer())
