@@ -43,6 +43,7 @@ class Contributions:
         plans: For each batch of texts how its contributions were found.
         encodings: The texts as the model read them.
         cut: For each text how many tokens at its end were left out, where truncation was allowed.
+        keys: For each text the labels of its keys, where they are of another text (cross attention).
     """
 
     values: Tensor
@@ -53,16 +54,18 @@ class Contributions:
     plans: list[Plan] = field(repr=False)
     encodings: list[Encoding] | None = field(default=None, repr=False)
     cut: list[int] | None = field(default=None, repr=False)
+    keys: list[list[str]] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def example(self, index: int) -> Contributions:
         """The contributions of one text, without padding."""
-        length = len(self.tokens[index])
+        queries = len(self.tokens[index])
+        keys = queries if self.keys is None else len(self.keys[index])
 
         def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index][None, ..., :length, :length]
+            return None if values is None else values[index][None, ..., :queries, :keys]
 
         return Contributions(
             values=cut(self.values),
@@ -73,6 +76,7 @@ class Contributions:
             plans=self.plans,
             encodings=None if self.encodings is None else [self.encodings[index]],
             cut=None if self.cut is None else [self.cut[index]],
+            keys=None if self.keys is None else [self.keys[index]],
         )
 
     def to_words(self, reduction: str = "sum") -> Contributions:
@@ -94,21 +98,24 @@ class Contributions:
             raise ValueError(
                 f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}"
             )
-        groups = [word_groups(encoding) for encoding in self.encodings or ()]
-        if not groups:
+        if not self.encodings:
             raise ValueError("these contributions are not of tokens: call to_words on the first result")
+        queries = [word_groups(encoding) for encoding in self.encodings]
+        keys = queries if self.keys is None else [word_groups(one.context) for one in self.encodings]
+        groups = [(query, key) for (query, _), (key, _) in zip(queries, keys, strict=True)]
 
         def merged(values: Tensor | None) -> Tensor | None:
-            return None if values is None else _merged(values, [group for group, _ in groups], reduction)
+            return None if values is None else _merged(values, groups, reduction)
 
         return Contributions(
             values=merged(self.values),
             standard_error=merged(self.standard_error) if reduction == "sum" else None,
             attention=merged(self.attention),
-            tokens=[labels for _, labels in groups],
+            tokens=[labels for _, labels in queries],
             layers=self.layers,
             plans=self.plans,
             cut=self.cut,
+            keys=None if self.keys is None else [labels for _, labels in keys],
         )
 
 
@@ -126,12 +133,15 @@ class _Setting:
     seed: int
     way: str | None
     precision: str
+    key_layers: int | None
 
     def entry(self, layer: int) -> int:
-        """The block that the source of a layer's target enters."""
+        """The block that the source of a layer's target enters; of cross attention, that of the encoder."""
         if self.source == "input":
             return 0
-        return layer if self.source == "previous_layer" else int(self.source)
+        if self.source == "previous_layer":
+            return layer if self.key_layers is None else self.key_layers
+        return int(self.source)
 
 
 def contributions(
@@ -197,7 +207,7 @@ def contributions(
     texts = _checked_texts(texts)
     setting = _Setting(
         source, target, _layers(model, layers, source), norm, multiply_by_inputs,
-        n_probes, tolerance, seed, way, precision,
+        n_probes, tolerance, seed, way, precision, model.key_layers,
     )  # fmt: skip
     _check(model, setting)
     encodings = [encoded(model, text, number, truncation) for number, text in enumerate(texts)]
@@ -231,9 +241,8 @@ class _Collected:
 
     def __init__(self, model: Model, encodings: Sequence[Encoding], setting: _Setting) -> None:
         self.model, self.encodings, self.setting = model, encodings, setting
-        longest = max(map(len, encodings))
         rows = (len(encodings), len(setting.layers))
-        square = (longest, longest)
+        square = (max(map(len, encodings)), max(map(self._key_length, range(len(encodings)))))
         heads = (model.num_heads,) if setting.target == "head" else ()
         dtype = torch.promote_types(model.dtype, torch.float32)
         self.values = torch.empty(*rows, *heads, *square, dtype=dtype)
@@ -246,7 +255,7 @@ class _Collected:
         estimates, plans = _batch_energies(self.model, batch, attention, self._keys(rows), self.setting)
         self.plans.extend(plans)
         for index, (layer, energy) in enumerate(zip(self.setting.layers, estimates, strict=True)):
-            values, errors = shares(_real(energy, batch.mask))
+            values, errors = shares(_real(energy, batch.keys))
             if self.setting.target == "layer":
                 values, errors = values.squeeze(1), errors if errors is None else errors.squeeze(1)
             self._put(self.values, rows, index, values)
@@ -263,10 +272,14 @@ class _Collected:
 
     def _put(self, store: Tensor, rows: list[int], index: int, values: Tensor) -> None:
         for row, value in zip(rows, values, strict=True):
-            length = len(self.encodings[row])
-            store[row, index, ..., :length, :length] = value[..., :length, :length]
-            store[row, index, ..., length:, :] = torch.nan
-            store[row, index, ..., :length, length:] = torch.nan
+            queries, keys = len(self.encodings[row]), self._key_length(row)
+            store[row, index, ..., :queries, :keys] = value[..., :queries, :keys]
+            store[row, index, ..., queries:, :] = torch.nan
+            store[row, index, ..., :queries, keys:] = torch.nan
+
+    def _key_length(self, row: int) -> int:
+        encoding = self.encodings[row]
+        return len(encoding if self.setting.key_layers is None else encoding.context)
 
     def result(self) -> Contributions:
         return Contributions(
@@ -277,11 +290,15 @@ class _Collected:
             layers=self.setting.layers,
             plans=self.plans,
             encodings=list(self.encodings),
+            keys=None if self.setting.key_layers is None else [one.context.tokens for one in self.encodings],
         )
 
 
 def _fingerprint(encoding: Encoding) -> int:
-    digest = hashlib.blake2b(repr((encoding.ids, encoding.segments)).encode(), digest_size=8).digest()
+    read = [encoding.ids, encoding.segments]
+    if encoding.context is not None:
+        read.append(encoding.context.ids)
+    digest = hashlib.blake2b(repr(tuple(read)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -342,6 +359,7 @@ def _has_closed_form(attention: list[Attention], setting: _Setting) -> bool:
     valid = (
         setting.norm == "frobenius"
         and setting.target == "head"
+        and setting.key_layers is None
         and all(setting.entry(layer) == layer for layer in setting.layers)
         and all(attention[layer].factors is not None for layer in setting.layers)
     )
@@ -434,28 +452,30 @@ def word_groups(encoding: Encoding) -> tuple[list[int], list[str]]:
     return groups, labels
 
 
-def _merged(values: Tensor, groups: Sequence[Sequence[int]], reduction: str) -> Tensor:
+def _merged(values: Tensor, groups: Sequence[tuple[Sequence[int], Sequence[int]]], reduction: str) -> Tensor:
     """``[batch, ..., word, word]`` of ``[batch, ..., token, token]``, padded with NaN."""
-    longest = max(max(group) for group in groups) + 1
-    out = values.new_full((*values.shape[:-2], longest, longest), torch.nan)
-    for row, group in enumerate(groups):
-        length, words = len(group), max(group) + 1
-        part = values[row, ..., :length, :length]
-        index = torch.tensor(group, device=values.device)
-        how = {"sum": "sum", "max": "amax", "mean": "mean"}[reduction]
-        keys = part.new_zeros(*part.shape[:-1], words)
-        keys = keys.scatter_reduce(-1, index.expand(part.shape), part, how, include_self=False)
-        queries = keys.new_zeros(*keys.shape[:-2], words, words)
-        index = index[:, None].expand(keys.shape)
-        queries = queries.scatter_reduce(-2, index, keys, "mean", include_self=False)
+    longest = [max(max(pair[side]) for pair in groups) + 1 for side in (0, 1)]
+    out = values.new_full((*values.shape[:-2], *longest), torch.nan)
+    how = {"sum": "sum", "max": "amax", "mean": "mean"}[reduction]
+    for row, (queries, keys) in enumerate(groups):
+        part = values[row, ..., : len(queries), : len(keys)]
+        part = _grouped(part, keys, how)
+        part = _grouped(part.mT, queries, "mean").mT
         if reduction != "sum":
-            queries = queries / queries.sum(-1, keepdim=True).clamp_min(torch.finfo(queries.dtype).tiny)
-        out[row, ..., :words, :words] = queries
+            part = part / part.sum(-1, keepdim=True).clamp_min(torch.finfo(part.dtype).tiny)
+        out[row, ..., : part.shape[-2], : part.shape[-1]] = part
     return out
 
 
+def _grouped(values: Tensor, group: Sequence[int], how: str) -> Tensor:
+    """The last axis reduced to groups."""
+    index = torch.tensor(group, device=values.device).expand(values.shape)
+    out = values.new_zeros(*values.shape[:-1], max(group) + 1)
+    return out.scatter_reduce(-1, index, values, how, include_self=False)
+
+
 def _layers(model: Model, layers: Sequence[int] | int | None, source: str | int) -> list[int]:
-    first = source if isinstance(source, int) else 0
+    first = source if isinstance(source, int) and model.key_layers is None else 0
     if layers is None:
         return list(range(max(first, 0), model.num_layers))
     layers = [layers] if isinstance(layers, int) else layers
@@ -473,9 +493,10 @@ def _check(model: Model, setting: _Setting) -> None:
     source = setting.source
     if isinstance(source, str) and source not in ("input", "previous_layer"):
         raise ValueError(f"source must be 'input', 'previous_layer' or an int, got {source!r}")
-    if not isinstance(source, str) and not (isinstance(source, int) and 0 <= source < model.num_layers):
-        raise ValueError(f"source {source!r} is no block: {model.name} has 0 to {model.num_layers - 1}")
-    if isinstance(source, int) and min(setting.layers) < source:
+    last = model.num_layers - 1 if model.key_layers is None else model.key_layers
+    if not isinstance(source, str) and not (isinstance(source, int) and 0 <= source <= last):
+        raise ValueError(f"source {source!r} is no block: {model.name} has 0 to {last}")
+    if isinstance(source, int) and model.key_layers is None and min(setting.layers) < source:
         raise ValueError(f"layer {min(setting.layers)} comes before the source, block {source}")
     if setting.target not in TARGETS:
         raise ValueError(f"target must be 'head' or 'layer', got {setting.target!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ class Encoding:
         words: For each token the number of its word, ``None`` for special tokens; where the words are not
             known, ``None`` for all.
         word_labels: For each word its label.
+        context: What the encoder read, where these are the tokens of a decoder.
     """
 
     ids: list[int]
@@ -35,9 +36,20 @@ class Encoding:
     tokens: list[str]
     words: list[int | None] | None = None
     word_labels: list[str] | None = None
+    context: Encoding | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def first(self, count: int) -> Encoding:
+        """The first tokens alone."""
+        return replace(
+            self,
+            ids=self.ids[:count],
+            segments=self.segments[:count],
+            tokens=self.tokens[:count],
+            words=None if self.words is None else self.words[:count],
+        )
 
 
 @dataclass(frozen=True)
@@ -63,11 +75,18 @@ class Batch:
         inputs: What ``forward`` is called with: token ids ``[batch, position]``.
         extra: Further arguments of ``forward``.
         mask: ``[batch, position]``, true for real tokens.
+        key_mask: The same for the keys of cross attention; ``None``: they are the same tokens.
     """
 
     inputs: tuple[Tensor, ...]
     extra: tuple[Any, ...]
     mask: Tensor
+    key_mask: Tensor | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """The mask of the keys."""
+        return self.mask if self.key_mask is None else self.key_mask
 
 
 @dataclass(frozen=True)
@@ -94,6 +113,8 @@ class Model(Protocol):
         d_model: Width of a hidden embedding ``D``.
         max_length: Most tokens that it reads, or ``None``.
         architecture: The kind of model.
+        key_layers: Of cross attention, the number of encoder blocks: ``source(key_layers)`` is what the
+            encoder gives, which every layer reads. ``None`` for self-attention.
         checks: What was checked when it was loaded.
     """
 
@@ -104,6 +125,7 @@ class Model(Protocol):
     d_model: int
     max_length: int | None
     architecture: str
+    key_layers: int | None
     checks: Sequence[Check]
 
     @property

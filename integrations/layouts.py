@@ -29,6 +29,7 @@ class Layout:
         unit_offset: Whether the norm's weight is stored as its distance from one.
         causal: Whether queries see no later keys.
         gated: Whether the feed-forward part has a gate.
+        memory: Of an encoder, the module that gives what a decoder reads; ``None``: its last block.
     """
 
     blocks: str
@@ -40,6 +41,7 @@ class Layout:
     unit_offset: bool = False
     causal: bool = False
     gated: bool = False
+    memory: str | None = None
 
     def places(self, base: Module) -> list[Place]:
         """The blocks of a model in the order in which it runs them."""
@@ -124,19 +126,44 @@ LAYOUTS: dict[str, Layout] = {
         "layers", "self_attn", "self_attn.o_proj", ("qkv_proj",), joined="parts",
         norm="input_layernorm", causal=True, gated=True,
     ),
-    "t5": Layout(
-        "encoder.block", "layer.0.SelfAttention", "layer.0.SelfAttention.o", ("q", "k", "v"),
-        norm="layer.0.layer_norm",
-    ),
     **dict.fromkeys(("qwen3", "gemma2", "gemma3_text"), _WITHOUT_CLOSED_FORM),
 }  # fmt: skip
 """Model types with their layouts. Scores that are normalised (Qwen3, Gemma 3), capped (Gemma 2) or
 disentangled (DeBERTa) have no closed form here."""
 
+_T5 = {
+    "encoder": Layout(
+        "encoder.block", "layer.0.SelfAttention", "layer.0.SelfAttention.o", ("q", "k", "v"),
+        norm="layer.0.layer_norm", memory="encoder.final_layer_norm",
+    ),
+    "decoder": Layout(
+        "decoder.block", "layer.0.SelfAttention", "layer.0.SelfAttention.o", ("q", "k", "v"),
+        norm="layer.0.layer_norm", causal=True,
+    ),
+    "cross": Layout("decoder.block", "layer.1.EncDecAttention", "layer.1.EncDecAttention.o"),
+}  # fmt: skip
+
+
+def _bart(norm: str | None, memory: str | None) -> dict[str, Layout]:
+    """Of Lewis et al. 2020 and its kin, with or without norms before the sublayers."""
+    names = ("self_attn", "self_attn.out_proj", ("q_proj", "k_proj", "v_proj"))
+    return {
+        "encoder": Layout("encoder.layers", *names, norm=norm, memory=memory),
+        "decoder": Layout("decoder.layers", *names, norm=norm, causal=True),
+        "cross": Layout("decoder.layers", "encoder_attn", "encoder_attn.out_proj"),
+    }
+
+
+PARTS: dict[str, dict[str, Layout]] = {
+    **dict.fromkeys(("t5", "umt5"), _T5),
+    **dict.fromkeys(("bart", "marian"), _bart(None, None)),
+    **dict.fromkeys(("mbart", "pegasus", "m2m_100"), _bart("self_attn_layer_norm", "encoder.layer_norm")),
+}
+"""The same for the parts of an encoder-decoder: its encoder, the self-attention of its decoder, and the cross
+attention of its decoder to what the encoder gives."""
+
 REFUSED = {
-    "t5": "an encoder and a decoder: pass its encoder alone, as T5EncoderModel loads it",
-    "bart": "an encoder and a decoder",
-    "whisper": "an encoder and a decoder, of sound",
+    "whisper": "a model of sound: use the class HiddenTokenAttribution",
     "vit": "a model of pictures: use the class HiddenTokenAttribution",
     "mamba": "a model without attention",
     "mixtral": "a mixture of experts",
@@ -144,26 +171,37 @@ REFUSED = {
 """Model types that are refused, with the reason."""
 
 
-def layout_for(config: Any, architecture: str | None = None) -> Layout:
+def layout_for(config: Any, architecture: str | None = None, part: str | None = None) -> Layout:
     """The layout of models with a configuration.
 
     Args:
         config: The configuration.
         architecture: Name of the model's class. Default: ``None``, as the configuration has it.
+        part: Of an encoder-decoder, which part is meant.
 
     Raises:
-        ValueError: If that kind of model is not supported.
+        ValueError: If that kind of model is not supported, or the part is not named or is none.
     """
     kind = getattr(config, "model_type", None)
     architecture = architecture or (getattr(config, "architectures", None) or [""])[0]
-    whole = getattr(config, "is_encoder_decoder", False) and "Encoder" not in architecture
-    if kind in LAYOUTS and not whole:
+    if kind in PARTS:
+        if "EncoderModel" in architecture and part is None:
+            part = "encoder"
+        if part not in PARTS[kind]:
+            raise ValueError(
+                f"{kind!r} is an encoder and a decoder: name the part, part='encoder', 'decoder' (its "
+                f"self-attention) or 'cross' (its attention to the encoder), got {part!r}"
+            )
+        return PARTS[kind][part]
+    if part is not None:
+        raise ValueError(f"{kind!r} has no parts: leave out part")
+    if kind in LAYOUTS:
         return LAYOUTS[kind]
     raise ValueError(
         f"model type {kind!r} is not supported"
         + (f", since it is {REFUSED[kind]}" if kind in REFUSED else "")
-        + f": use one of {', '.join(sorted(LAYOUTS))}, or the class HiddenTokenAttribution, which takes any "
-        "PyTorch model"
+        + f": use one of {', '.join(sorted([*LAYOUTS, *PARTS]))}, or the class HiddenTokenAttribution, which "
+        "takes any PyTorch model"
     )
 
 

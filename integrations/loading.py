@@ -29,28 +29,35 @@ def demo_path() -> str:
     return str(importlib.import_module(DEMO_PACKAGE).get_model_path())
 
 
-def load_pretrained(path: str, check: Callable[[Any], None]) -> Module:
+def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -> Module:
     """A model of the class that its configuration names.
 
     Args:
         path: A folder, or a name on the Hugging Face hub.
         check: Raises if a configuration is not supported, before the weights are read.
+        options: Passed on to ``from_pretrained``.
 
     Raises:
         ValueError: If there is none.
     """
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, **_of_files(options))
         check(config)
         name = (getattr(config, "architectures", None) or [None])[0]
         cls = getattr(transformers, name or "AutoModel", transformers.AutoModel)
         with _quiet_loading():
-            return cls.from_pretrained(path)
+            return cls.from_pretrained(path, **options)
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"no model is found at {path!r}: pass a folder with config.json and weights, or a name on "
             f"the Hugging Face hub with a network ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _of_files(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that say which files are meant."""
+    names = ("revision", "gguf_file", "token", "cache_dir", "subfolder", "trust_remote_code")
+    return {name: options[name] for name in names if name in options}
 
 
 def load_tokenizer(path: str) -> Any:

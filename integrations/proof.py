@@ -33,7 +33,10 @@ class Proof:
         self.checks: list[Check] = []
         ids = [(7 * number + 11) % vocabulary for number in range(8)]
         ids = [number for number in ids if number != pad][:6]
-        self.batch = model.batch([Encoding(ids, [0] * len(ids), [""] * len(ids))])
+        read = ids[1:]  # by an encoder, where the model is a decoder that looks at one
+        context = Encoding(read, [0] * len(read), [""] * len(read))
+        self.batch = model.batch([Encoding(ids, [0] * len(ids), [""] * len(ids), context=context)])
+        self.entry = self.layer if model.key_layers is None else model.key_layers
 
     def require(self, holds: bool, name: str, what: str, found: str = "") -> None:
         """Note a check; raise where it does not hold.
@@ -65,11 +68,11 @@ class Proof:
         """The source and the targets of the block, the source of the next one, and what is read."""
         model = self.model
         sites = {
-            "source": model.source(self.layer),
+            "source": model.source(self.entry),
             "head": model.target(self.layer, "head"),
             "layer": model.target(self.layer, "layer"),
         }
-        if self.layer + 1 < model.num_layers:
+        if model.key_layers is None and self.layer + 1 < model.num_layers:
             sites["next"] = model.source(self.layer + 1)
         sites |= {f"{name} read": site for name, site in (read or {}).items()}
         return observed(sites, lambda: model.forward(*self.batch.inputs, *self.batch.extra))
@@ -78,10 +81,10 @@ class Proof:
         model, shape = self.model, self.batch.inputs[0].shape
         for name in ("source", "head", "layer"):
             self.require(name in values, f"{name} is reached", f"the site of the {name} is not reached")
-        for name in ("source", "layer"):
+        for name, mask in (("source", self.batch.keys), ("layer", self.batch.mask)):
             found = list(values[name].shape)
             what = f"the {name} is {found}, not [batch, pos, d_model]"
-            self.require(found == [*shape, model.d_model], f"shape of the {name}", what, str(found))
+            self.require(found == [*mask.shape, model.d_model], f"shape of the {name}", what, str(found))
         z = values["head"]
         fits = z.shape[:2] == shape and z[0, 0].numel() == model.num_heads * model.d_head
         what = f"the head target is {list(z.shape)}, not [batch, pos, head * d_head]"
@@ -101,7 +104,7 @@ class Proof:
         def shifted(value: Tensor) -> Tensor:
             return value + torch.linspace(-1, 1, value.shape[-1], dtype=value.dtype, device=value.device)
 
-        source = self.model.source(self.layer)
+        source = self.model.source(self.entry)
         handle = hook_site(source if isinstance(source, Site) else Site(source), _on_tensor(shifted))
         try:
             changed = self.values()["head"]
@@ -132,7 +135,7 @@ class Proof:
             self.batch.inputs,
             self.batch.extra,
             [model.target(self.layer, "head")],
-            model.source(self.layer),
+            model.source(self.entry),
         )
         question = Question(num_heads=model.num_heads, neuron_selector=1, way="reverse")
         expected = answer(passage, question).energies[0].mean[:, :, 0]

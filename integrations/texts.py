@@ -43,6 +43,28 @@ class TextReader:
         words = _numbered(parts, encoded.word_ids(0))
         return Encoding(ids, segments, labels, words, _word_labels(words, parts, offsets, pair))
 
+    def decoder(self, text: str, start: int, max_length: int | None, context: Encoding) -> Encoding:
+        """What a decoder has said: its first token, then the text without special tokens."""
+        fast = getattr(self.tokenizer, "is_fast", False)
+        said = self.tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=fast)
+        ids = list(said["input_ids"])
+        labels = [self._plain_label(token) for token in ids]
+        words = word_labels = None
+        if fast:
+            offsets, parts, pair = said["offset_mapping"], [0] * len(ids), (text,)
+            labels = [self._label(token, 0, span, pair) for token, span in zip(ids, offsets, strict=True)]
+            words = _numbered(parts, said.word_ids(0))
+            word_labels = _word_labels(words, parts, offsets, pair)
+        encoding = Encoding(
+            [start, *ids],
+            [0] * (len(ids) + 1),
+            [self.tokenizer.convert_ids_to_tokens(start), *labels],
+            None if words is None else [None, *words],
+            word_labels,
+            context,
+        )
+        return encoding if max_length is None else encoding.first(max_length)
+
     def _label(self, token: int, part: int | None, span: tuple[int, int], pair: Sequence[str]) -> str:
         """The piece of the text that a token stands for; a special token's own name."""
         if part is None:

@@ -55,6 +55,8 @@ class TransformerLensModel:
         ValueError: If there is no tokenizer, or the proof fails.
     """
 
+    key_layers: int | None = None
+
     def __init__(self, bridge: TransformerBridge, tokenizer: Any = None, name: str | None = None) -> None:
         if not hasattr(bridge, "hook_dict") or not hasattr(bridge, "cfg"):
             raise TypeError(
@@ -228,6 +230,8 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     adapter: str | None = None,
+    part: str | None = None,
+    **options: Any,
 ) -> TransformerLensModel | TransformersModel:
     """Load a model: a BERT or RoBERTa through TransformerLens, others as ``transformers`` has them.
 
@@ -241,6 +245,9 @@ def load_model(
         dtype: Of the weights. Default: ``None``, as they are.
         adapter: Force ``"transformer_lens"``, for its hook points, or ``"transformers"``, which knows the
             closed form of more families. Default: ``None``, as above.
+        part: Of an encoder-decoder, ``"encoder"``, ``"decoder"`` or ``"cross"``; see
+            :class:`captum_hta.integrations.transformers.TransformersModel`.
+        options: Passed to ``from_pretrained``, such as ``revision``, ``gguf_file`` or ``device_map``.
 
     Returns:
         The model, ready for :func:`captum_hta.contributions`.
@@ -261,19 +268,21 @@ def load_model(
         return TransformerLensModel(model, tokenizer)
     if not isinstance(model, Module):
         path = demo_path() if model is None else str(model)
-        loaded = load_pretrained(path, layout_for)
+        loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
         name = "all-MiniLM-L6-v2" if model is None else Path(path).name
     else:
-        shares_weights = device is None and dtype is None
-        loaded = _copy(model, shares_weights)
+        if options:
+            raise ValueError(f"a model object is loaded already: leave out {', '.join(options)}")
+        layout_for(getattr(model, "config", None), type(model).__name__, part)
+        loaded = _copy(model, shares_weights=device is None and dtype is None)
         name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
     if tokenizer is None:
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
     loaded = loaded.to(device=device, dtype=dtype).eval()
     if adapter == "transformer_lens" or (adapter is None and loaded.config.model_type in _MASKED_LM):
         return TransformerLensModel(_bridge(loaded, name), tokenizer, name)
-    return TransformersModel(loaded, tokenizer, name)
+    return TransformersModel(loaded, tokenizer, name, part)
 
 
 def _refuse_changes(device: Any, dtype: Any) -> None:
@@ -283,7 +292,6 @@ def _refuse_changes(device: Any, dtype: Any) -> None:
 
 def _copy(model: Module, shares_weights: bool) -> Module:
     """A copy of the modules and the configuration, on the same parameters where they are to stay."""
-    layout_for(getattr(model, "config", None), type(model).__name__)
     tensors = (*model.parameters(), *model.buffers()) if shares_weights else ()
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 

@@ -21,6 +21,7 @@ from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forecast import Size
 from captum_hta.forward_pass import Site, hook_site
 from captum_hta.integrations.layouts import (
+    PARTS,
     Layout,
     Place,
     layout_for,
@@ -47,31 +48,44 @@ class TransformersModel:
         model: An encoder or a decoder in eval mode, with or without a head.
         tokenizer: Its tokenizer.
         name: What to call the model. Default: ``None``, the name that it was loaded by.
+        part: Of an encoder-decoder, ``"encoder"``; ``"decoder"``, the self-attention of its decoder; or
+            ``"cross"``, the attention of its decoder to what the encoder gives: queries are the decoder's
+            tokens, keys and sources the encoder's. The last two read pairs of texts, what the encoder reads
+            and what the decoder has said.
 
     Raises:
-        ValueError: If the kind of model is not supported, or the proof fails.
+        ValueError: If the kind of model is not supported, a part is not named, or the proof fails.
         TypeError: If ``model`` is no model of ``transformers``.
     """
 
-    def __init__(self, model: Module, tokenizer: Any, name: str | None = None) -> None:
-        self.model, self.layout = model, layout_of(model)
+    def __init__(
+        self, model: Module, tokenizer: Any, name: str | None = None, part: str | None = None
+    ) -> None:
+        self.model, self.layout = model, layout_of(model, part)
         self.base = model.base_model
         config = self.base.config
+        self.part = part if config.model_type in PARTS else None
         self.architecture = type(model).__name__
         self.name = name or Path(getattr(model, "name_or_path", "") or self.architecture).name
         self.places = self.layout.places(self.base)
         self.num_layers = len(self.places)
         self.num_heads = config.num_attention_heads
+        if self.part in ("decoder", "cross"):
+            self.num_heads = getattr(config, "decoder_attention_heads", self.num_heads)
         self.d_model = config.hidden_size
         self.d_head = _inputs(self.places[0].projection) // self.num_heads
         self.key_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
+        if self.key_heads > self.num_heads or self.part:
+            self.key_heads = self.num_heads
         self.max_length = _longest(self.base)
         self.reader = TextReader(tokenizer)
+        self._memory = self._encoder_sites() if self.part == "cross" else None
+        self.key_layers = None if self._memory is None else len(self._memory) - 1
         self._parameters = inspect.signature(self.base.forward).parameters
         self._closed_form = bool(self.layout.projections)
         require_weights(self.name, model)
-        proof = Proof(self, self.architecture, config.vocab_size, tokenizer.pad_token_id)
         self._require_eval()
+        proof = Proof(self, self.architecture, config.vocab_size, tokenizer.pad_token_id)
         proof.run({})
         if self._closed_form:
             self._closed_form = proof.closed_form_holds()
@@ -110,26 +124,74 @@ class TransformersModel:
         )
 
     def encode(self, text: Text, max_length: int | None = None) -> Encoding:
-        """Read a text, or a pair of them; with ``max_length`` the first tokens alone."""
-        return self.reader.encode(text, max_length)
+        """Read a text, or a pair of them; with ``max_length`` the first tokens alone.
+
+        Raises:
+            ValueError: If a decoder is not given a pair.
+        """
+        if self.part not in ("decoder", "cross"):
+            return self.reader.encode(text, max_length)
+        if isinstance(text, str):
+            raise ValueError(
+                f"the {self.part} part reads a pair of texts, what the encoder reads and what the decoder "
+                f"has said, got {text!r}"
+            )
+        context = self.reader.encode(text[0], max_length)
+        return self.reader.decoder(text[1], self._start, max_length, context)
+
+    @property
+    def _start(self) -> int:
+        """The token that a decoder starts from."""
+        config = self.base.config
+        for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+            if getattr(config, name, None) is not None:
+                return getattr(config, name)
+        raise ValueError(
+            f"{self.name} does not tell what its decoder starts from: set decoder_start_token_id"
+        )
 
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
         """Pad encodings on the right, on the model's device."""
-        return self.reader.batch(encodings, self.device)
+        batch = self.reader.batch(encodings, self.device)
+        if self.part not in ("decoder", "cross"):
+            return batch
+        context = self.reader.batch([encoding.context for encoding in encodings], self.device)
+        extra = (batch.extra[0], context.inputs[0], context.extra[0])
+        return Batch(batch.inputs, extra, batch.mask, context.mask if self.part == "cross" else None)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Any:
-        """Run the model, without its head, on token ids ``[batch, position]``."""
+    def forward(self, ids: Tensor, mask: Tensor | None = None, *others: Tensor | None) -> Any:
+        """Run the model, without its head where that can be left out, on token ids ``[batch, position]``.
+
+        ``others`` are segments, or what the encoder of a decoder reads and its mask.
+        """
+        if self.part == "encoder" and hasattr(self.base, "decoder"):
+            return self.base.encoder(input_ids=ids, attention_mask=mask)
         options: dict[str, Any] = {"attention_mask": mask}
         if "use_cache" in self._parameters:
             options["use_cache"] = False
+        if self.part in ("decoder", "cross"):
+            read, read_mask = others
+            return self.base(
+                input_ids=read, decoder_input_ids=ids, decoder_attention_mask=mask,
+                **(options | {"attention_mask": read_mask}),
+            )  # fmt: skip
         if "token_type_ids" in self._parameters and getattr(self.base.config, "type_vocab_size", 0) > 1:
-            options["token_type_ids"] = segments
+            (options["token_type_ids"],) = others or (None,)
         return self.base(input_ids=ids, **options)
 
     def source(self, layer: int) -> Site:
-        """What enters block ``layer``."""
+        """What enters block ``layer``; of cross attention, that of the encoder, or what it gives."""
+        if self._memory is not None:
+            return self._memory[layer]
         place = self.places[layer]
         return Site(place.block, at_input=True, call=place.call)
+
+    def _encoder_sites(self) -> list[Site]:
+        """What enters each block of the encoder, and what it gives."""
+        layout = PARTS[self.base.config.model_type]["encoder"]
+        blocks = [place.block for place in layout.places(self.base)]
+        last = blocks[-1] if layout.memory is None else self.base.get_submodule(layout.memory)
+        return [*(Site(block, at_input=True) for block in blocks), Site(last, item=0)]
 
     def target(self, layer: int, kind: str = "head") -> Site:
         """The ``"head"`` or ``"layer"`` target of block ``layer``."""
@@ -172,53 +234,60 @@ class TransformersModel:
 
     def _observe(self, batch: Batch) -> tuple[list[_Seen], list[Tensor]]:
         """What the attention of each block was called with, and what entered the block."""
-        seen: list[_Seen] = []
-        entered: list[Tensor] = []
-        rotary: list[Any] = []
-
+        seen: dict[Module, list[_Seen]] = {}
+        entered: dict[int, Tensor] = {}
+        rotary: dict[Module, list[Any]] = {}
         thread = threading.get_ident()
 
         def note_rotary(module: Module, args: Any, kwargs: dict[str, Any]) -> None:
             if threading.get_ident() == thread:
-                rotary.append(kwargs.get("position_embeddings"))
+                rotary.setdefault(module, []).append(kwargs.get("position_embeddings"))
+
+        def note_entered(layer: int) -> Callable[[Tensor], None]:
+            return lambda value: entered.__setitem__(layer, value.detach())
 
         handles = [
-            hook_site(self.source(layer), lambda value: entered.append(value.detach()))
-            for layer in range(self.num_layers)
+            hook_site(Site(place.block, at_input=True, call=place.call), note_entered(layer))
+            for layer, place in enumerate(self.places)
         ]
         handles += [
             module.register_forward_pre_hook(note_rotary, with_kwargs=True)
             for module in dict.fromkeys(place.attention for place in self.places)
         ]
         try:
-            with observed_attention(self.base, seen.append), torch.inference_mode():
+            with (
+                observed_attention(self.base, lambda module, one: seen.setdefault(module, []).append(one)),
+                torch.inference_mode(),
+            ):
                 out = self._run_with_patterns(batch)
         finally:
             for handle in handles:
                 handle.remove()
-        if not seen:  # attention of the model's own, which hands out its patterns
-            seen = [_Seen(pattern) for pattern in out.attentions or ()]
-        if len(seen) != self.num_layers:
-            raise ValueError(
-                f"{self.architecture} shows {len(seen)} attention patterns, but has {self.num_layers} "
-                "blocks: its attention must go through the attention interface of transformers"
-            )
-        for one, positions in zip(seen, rotary, strict=True):
-            one.position_embeddings = positions
-        return seen, entered
+        found = []
+        for layer, place in enumerate(self.places):
+            heard = seen.get(place.attention, [None])
+            # attention of the model's own hands out its patterns
+            one = heard[place.call or 0] if seen else _Seen(out.attentions[layer])
+            if one is None:
+                raise ValueError(
+                    f"{self.architecture} shows no attention pattern in block {layer}: its attention must go "
+                    "through the attention interface of transformers"
+                )
+            one.position_embeddings = rotary[place.attention][place.call or 0]
+            found.append(one)
+        return found, [entered[layer] for layer in range(self.num_layers)]
 
     def _run_with_patterns(self, batch: Batch) -> Any:
-        ids, mask, segments = *batch.inputs, *batch.extra
         if self.base._can_set_attn_implementation():
-            return self.forward(ids, mask, segments)
-        return self.base(input_ids=ids, attention_mask=mask, output_attentions=True)
+            return self.forward(*batch.inputs, *batch.extra)
+        return self.base(input_ids=batch.inputs[0], attention_mask=batch.extra[0], output_attentions=True)
 
     def _require_eval(self) -> None:
         require_eval(self.name, self.model)
 
 
-def layout_of(model: Any) -> Layout:
-    """The layout of a model.
+def layout_of(model: Any, part: str | None = None) -> Layout:
+    """The layout of a model, or of a part of it.
 
     Raises:
         TypeError: If it is no model of ``transformers``.
@@ -227,7 +296,7 @@ def layout_of(model: Any) -> Layout:
     config = getattr(model, "config", None)
     if not isinstance(model, Module) or not hasattr(model, "base_model") or config is None:
         raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
-    return layout_for(config, type(model).__name__)
+    return layout_for(config, type(model).__name__, part)
 
 
 def _inputs(projection: Module) -> int:
@@ -286,7 +355,7 @@ _SWITCH = threading.RLock()
 
 
 @contextmanager
-def observed_attention(model: Module, listen: Callable[[_Seen], object]) -> Iterator[None]:
+def observed_attention(model: Module, listen: Callable[[Module, _Seen], object]) -> Iterator[None]:
     """Run attention in elementary operators and hear what it is called with, in this thread.
 
     The model's attention implementation is as it was on any exit. Models whose attention does not go
@@ -317,7 +386,7 @@ def _observed_attention(
         scale = kwargs.get("scaling")
         plain = all(kwargs.get(name) is None for name in ("softcap", "s_aux", "sinks"))
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        listen(_Seen(*(t.detach() for t in (pattern, query, key, value)), scale, plain))
+        listen(module, _Seen(*(t.detach() for t in (pattern, query, key, value)), scale, plain))
     return out, pattern
 
 

@@ -89,15 +89,6 @@ FAMILIES = {
         closed_form=False,
         note="disentangled scores",
     ),
-    "T5, its encoder": Family(
-        lambda: hf.T5EncoderModel(
-            hf.T5Config(d_model=16, d_kv=4, d_ff=32, num_layers=3, num_heads=4, vocab_size=60)
-        ),
-        "encoder.block.{}",
-        "layer.0.SelfAttention.o",
-        exact=False,
-        note="relative positions, RMSNorm",
-    ),
     "GPT-2": Family(
         lambda: hf.GPT2Model(hf.GPT2Config(n_embd=16, n_layer=3, n_head=4, vocab_size=60, n_positions=40)),
         "h.{}",
@@ -180,10 +171,65 @@ FAMILIES = {
 }
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A kind of encoder-decoder.
+
+    Attributes:
+        make: Makes a tiny one with random weights.
+        blocks: The paths of a block of the encoder and of one of the decoder.
+        projections: The paths in a block of what mixes the outputs of heads, by part.
+        memory: The path of what gives what the decoder reads.
+        exact: Whether it computes in float64 throughout, once it is cast to that.
+        note: What is special about it.
+    """
+
+    make: Callable[[], Module]
+    blocks: tuple[str, str]
+    projections: dict[str, str]
+    memory: str
+    exact: bool = True
+    note: str = ""
+
+
+BART = {
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 60,
+    "max_position_embeddings": 40, "pad_token_id": 0, "decoder_start_token_id": 2,
+}  # fmt: skip
+BART_PATHS = (
+    ("encoder.layers.{}", "decoder.layers.{}"),
+    {"encoder": "self_attn.out_proj", "decoder": "self_attn.out_proj", "cross": "encoder_attn.out_proj"},
+)
+PAIRS = {
+    "T5": Pair(
+        lambda: hf.T5Model(
+            hf.T5Config(
+                d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=3, num_heads=4, vocab_size=60,
+                decoder_start_token_id=0,
+            )
+        ),
+        ("encoder.block.{}", "decoder.block.{}"),
+        {
+            "encoder": "layer.0.SelfAttention.o",
+            "decoder": "layer.0.SelfAttention.o",
+            "cross": "layer.1.EncDecAttention.o",
+        },
+        "encoder.final_layer_norm",
+        exact=False,
+        note="relative positions, RMSNorm",
+    ),
+    "BART": Pair(lambda: hf.BartModel(hf.BartConfig(**BART)), *BART_PATHS, "encoder.layers.1"),
+    "mBART": Pair(
+        lambda: hf.MBartModel(hf.MBartConfig(**BART)), *BART_PATHS, "encoder.layer_norm", note="pre-LN"
+    ),
+}  # fmt: skip
+
+
 def tiny(name: str) -> Module:
     """The model of a family, in float64 and eval mode."""
     torch.manual_seed(0)
-    model = FAMILIES[name].make().double().eval()
+    model = (FAMILIES | PAIRS)[name].make().double().eval()
     with torch.no_grad():  # away from where biases are nought and norms are one
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -208,6 +254,9 @@ def table() -> str:
         notes = f"{kind}, {family.note}" if family.note else kind
         answers = ("yes" if holds else "no" for holds in (family.closed_form, family.bridge))
         lines.append(f"| {name} | {' | '.join(answers)} | {notes} |")
+    for name, pair in PAIRS.items():
+        notes = ", ".join(filter(None, ("encoder, decoder and cross attention", pair.note)))
+        lines.append(f"| {name} | but for cross attention | no | {notes} |")
     return "\n".join(lines)
 
 

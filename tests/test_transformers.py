@@ -192,9 +192,9 @@ def test_adapter_is_checked() -> None:
     [
         (
             lambda: hf.T5Model(hf.T5Config(d_model=8, d_kv=4, num_heads=2, num_layers=1)),
-            "encoder and a decoder",
+            "name the part",
         ),
-        (lambda: hf.BartModel(hf.BartConfig(d_model=16, vocab_size=9)), "an encoder and a decoder"),
+        (lambda: hf.BartModel(hf.BartConfig(d_model=16, vocab_size=9)), "name the part"),
         (lambda: hf.MambaModel(hf.MambaConfig(hidden_size=8, num_hidden_layers=1)), "without attention"),
         (lambda: hf.ViTModel(hf.ViTConfig(hidden_size=8, num_attention_heads=2)), "of pictures"),
     ],
