@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from reference import jacobian, norms, shares
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta import contributions
+from captum_hta import HiddenTokenAttribution, contributions
 from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from captum_hta.integrations.transformers import TransformersModel
 
@@ -24,6 +25,7 @@ def tokenizer() -> WordTokenizer:
     return WordTokenizer(60)
 
 
+@functools.cache
 def adapter(name: str) -> TransformersModel:
     return TransformersModel(tiny(name), tokenizer())
 
@@ -210,3 +212,44 @@ def test_no_model_of_transformers() -> None:
     """A plain module is told what would do."""
     with pytest.raises(TypeError, match="a model of transformers"):
         TransformersModel(torch.nn.Linear(2, 2), tokenizer())
+
+
+PICTURES = {
+    "ViT": (
+        lambda: hf.ViTModel(
+            hf.ViTConfig(
+                hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
+                image_size=8, patch_size=4,
+            )
+        ),
+        lambda model: (model.embeddings, [layer.attention.o_proj for layer in model.layers]),
+        (1, 3, 8, 8),
+    ),
+    "Whisper, its encoder": (
+        lambda: hf.WhisperModel(
+            hf.WhisperConfig(
+                d_model=16, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=32, num_mel_bins=4,
+                max_source_positions=6, decoder_layers=1, decoder_attention_heads=4, vocab_size=60,
+                decoder_start_token_id=0, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+            )
+        ).encoder,
+        lambda model: (model.layers[0].self_attn_layer_norm, [model.layers[1].self_attn.out_proj]),
+        (1, 4, 12),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_class_takes_what_is_refused(name: str) -> None:
+    """Patches of a picture and frames of sound are tokens to the Captum class."""
+    make, parts, shape = PICTURES[name]
+    torch.manual_seed(0)
+    model = make().double().eval()
+    source, targets = parts(model)
+    hta = HiddenTokenAttribution(model, targets[-1], source, num_heads=4)
+    x = torch.randn(shape, dtype=torch.float64)
+    forward, reverse = (
+        hta.attribute(x, attribute_to_neuron_input=True, way=way) for way in ("forward", "reverse")
+    )
+    torch.testing.assert_close(forward, reverse, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(forward.sum(-1), torch.ones_like(forward[..., 0]))
