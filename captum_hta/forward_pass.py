@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from captum_hta.linearization import Linearization
-from captum_hta.recorder import DropoutWatch, Recorder
+from captum_hta.recorder import Recorder, TrainingWatch
 
 Enter = Callable[[Tensor], Tensor]
 
@@ -125,7 +125,7 @@ class ForwardPass:
                 entered.append(x.detach().clone().requires_grad_())
                 return entered[-1].clone()  # which the model may write to
 
-            with DropoutWatch():
+            with TrainingWatch():
                 targets = self._run(enter)
             for layer, target in zip(self.layers, targets, strict=True):
                 if not target.requires_grad:

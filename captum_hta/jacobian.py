@@ -13,6 +13,7 @@ from torch import Tensor
 from captum_hta.agreement import agrees, has_path
 from captum_hta.forward import forward_energies
 from captum_hta.forward_pass import ForwardPass, NoPathError
+from captum_hta.linearization import Linearization
 from captum_hta.norms import Energy, joined
 from captum_hta.plan import Plan, Work, plan
 from captum_hta.precision import matmul_precision
@@ -20,6 +21,7 @@ from captum_hta.probes import FIRST_PROBES, probe_energies
 from captum_hta.recorder import NotLinearizableError
 from captum_hta.request import Request, joined_heads, query_positions
 from captum_hta.reverse import reverse_energies
+from captum_hta.tokenwise import noise
 from captum_hta.windows import WindowedLinearization
 
 logger = logging.getLogger(__name__)
@@ -108,11 +110,42 @@ def _answered(passage: ForwardPass, question: Question) -> Answer:
     if not agrees(passage, derivative):
         error = "the recorded derivative is not the one that autograd gives (a custom backward function?)"
         return _instead(passage, question, NotLinearizableError(error))
+    _refuse_mixed_examples(derivative, sources)
     logger.info("%s", chosen)
     request = replace(request, advance=_advance(question, work, chosen))
     with matmul_precision(question.precision):
-        energies = _pushed(derivatives, sources, request, chosen, question)
-    return _answer(energies, sources, split, chosen)
+        energies, carried = _pushed(derivatives, sources, request, chosen, question)
+    return _answer(energies, sources, split, _done(chosen, carried, derivatives, sources))
+
+
+def _refuse_mixed_examples(derivative: Linearization, sources: Sequence[Tensor]) -> None:
+    """Raise if an example of the batch reaches another: all are carried at once, each for itself."""
+    rows = len(sources[0])
+    for digit in range((rows - 1).bit_length()):
+        for side in (0, 1):
+            moves = (torch.arange(rows, device=sources[0].device) >> digit & 1) == side
+            tangents = {
+                variable: noise(1, x) * moves[None, :, None, None]
+                for variable, x in zip(derivative.sources, sources, strict=True)
+            }
+            with torch.no_grad():
+                mixed = any(image[:, ~moves].any() for _, image in derivative.push(tangents))
+            if mixed:
+                raise ValueError(
+                    "examples of the batch influence each other in this model: pass them one at a time"
+                )
+
+
+def _done(
+    chosen: Plan, carried: int, derivatives: Sequence[WindowedLinearization], sources: Sequence[Tensor]
+) -> Plan:
+    """The plan as it was carried out: a tolerance may have asked for more probes."""
+    planned = sum(x.shape[1] for x in sources)
+    if chosen.way != "probes" or carried == chosen.probes:
+        return chosen
+    extra = planned * (carried - (chosen.probes or 0))
+    deepest = max(one.flops(target, planned * carried) for one in derivatives for target in one.whole.targets)
+    return replace(chosen, flops=chosen.flops + extra * deepest, reason=f"{carried} a token", probes=carried)
 
 
 def _pushed(
@@ -121,9 +154,10 @@ def _pushed(
     request: Request,
     chosen: Plan,
     question: Question,
-) -> list[list[Energy]]:
+) -> tuple[list[list[Energy]], int]:
+    """The energies, and how many directions of each token they took."""
     if chosen.way == "forward":
-        return forward_energies(derivatives, sources, request, chosen.chunk)
+        return forward_energies(derivatives, sources, request, chosen.chunk), sources[0].shape[2]
     return probe_energies(
         derivatives,
         sources,

@@ -74,6 +74,7 @@ class Plan:
         memory: Bytes of extra memory at its peak, roughly.
         chunk: Tangents or cotangents of the batch that are carried at once, ``None`` where there are none.
         reason: Why this way.
+        probes: Probes of each source token, for estimates.
     """
 
     way: str
@@ -81,6 +82,7 @@ class Plan:
     memory: float
     chunk: int | None
     reason: str
+    probes: int | None = None
 
     def __str__(self) -> str:
         flops = "FLOP not counted" if self.flops is None else f"{si(self.flops)}FLOP"
@@ -128,7 +130,7 @@ def _candidates(work: Work, chunk: int | None) -> list[Plan]:
         tangents = work.n_probes * work.tokens
         flops = work.preparation_flops + tangents * deepest
         kept = work.preparation_bytes + memory
-        return [Plan("probes", flops, kept, chunk, f"{work.n_probes} a token")]
+        return [Plan("probes", flops, kept, chunk, f"{work.n_probes} a token", work.n_probes)]
     kept = work.preparation_bytes + memory
     tangents, cotangents = work.tokens * work.width, sum(work.cotangents)
     pulled = zip(work.cotangents, work.pull_flops, strict=True)

@@ -54,6 +54,12 @@ class Window:
         part.copy_(stack.reshape(part.shape))
         return out
 
+    def holds(self, stack: Tensor, at: Positions) -> bool:
+        """Whether a stack of tangents is zero outside the window."""
+        before = Window(0, self.start, self.length)
+        after = Window(self.stop, self.length, self.length)
+        return not any(side._part(stack, at).any() for side in (before, after))
+
     def _part(self, value: Tensor, at: Positions) -> Tensor:
         """The window as a view, with an axis of its own for ``outer`` where that is not 1."""
         if at.outer > 1:

@@ -35,7 +35,7 @@ def probe_energies(
     n_probes: int | None,
     tolerance: float | None,
     keys: Sequence[tuple[int, ...]],
-) -> list[list[Energy]]:
+) -> tuple[list[list[Energy]], int]:
     """Energies estimated by orthogonal probes of every source token.
 
     Args:
@@ -48,7 +48,8 @@ def probe_energies(
         keys: For each example the integers that name its stream of probes.
 
     Returns:
-        For each source a list with the energies ``[batch, head, query, key]`` of each target.
+        For each source a list with the energies ``[batch, head, query, key]`` of each target; and the
+        number of probes.
     """
     runs = [
         _Run(derivative, x, request, chunk, [(*key, number) for key in keys])
@@ -59,7 +60,7 @@ def probe_energies(
     while tolerance is not None and _largest_error(runs) > tolerance:
         for run in runs:
             run.extend(2 * run.count)
-    return [run.energies() for run in runs]
+    return [run.energies() for run in runs], max(run.count for run in runs)
 
 
 class _Run:

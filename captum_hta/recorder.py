@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 _RANDOM = (aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.rrelu_with_noise)
+_BATCH_NORMS = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
 
 
 class NotLinearizableError(RuntimeError):
@@ -102,7 +103,7 @@ class Recorder(TorchDispatchMode):
         return len(self.shapes) - 1
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_random(function)
+        refuse_training(function, args)
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         self._refuse_stale(function, tensors)
@@ -167,16 +168,23 @@ class Recorder(TorchDispatchMode):
                 )
 
 
-class DropoutWatch(TorchDispatchMode):
-    """Refuses a forward pass that draws random numbers, as an active dropout does."""
+class TrainingWatch(TorchDispatchMode):
+    """Refuses a forward pass of a model in training mode, with an active dropout or batch statistics."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_random(function)
+        refuse_training(function, args)
         return function(*args, **(kwargs or {}))
 
 
-def refuse_random(function: Any) -> None:
-    """Raise a ``ValueError`` if an operator is the work of an active dropout."""
+def refuse_training(function: Any, args: Sequence[Any]) -> None:
+    """Raise a ``ValueError`` if an operator is the work of an active dropout, or of a batch normalisation
+    that takes the statistics of the batch.
+    """
+    if function.overloadpacket in _BATCH_NORMS and any(value is True for value in args):
+        raise ValueError(
+            "a batch normalisation takes the statistics of the batch, so the model is in training mode and "
+            "its examples influence each other: call model.eval() first"
+        )
     if function.overloadpacket in _RANDOM:
         raise ValueError(
             "a dropout is active, so the model is in training mode and its derivative random: call "

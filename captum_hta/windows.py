@@ -29,6 +29,7 @@ from captum_hta.tokenwise import (
     TokenJacobians,
     close,
     condensed,
+    noise,
     stretches,
     token_jacobians,
     worthwhile,
@@ -211,7 +212,7 @@ class WindowedLinearization:
                 self._prefix, self._rest, self._border = [], list(self.whole.calls), [self.source]
 
     def _proven(self) -> bool:
-        """Whether random tangents come out the same through the windows and through the whole.
+        """Whether random tangents stay where the windows say, and come out the same through them.
 
         Every window of a causal model is tried, for a mask may be causal in one place and not in another;
         of an encoder's first projections, which know no mask, the middle one.
@@ -220,13 +221,47 @@ class WindowedLinearization:
             return True
         batch, _, width = self.whole.shapes[self.source]
         like = self.whole.calls[0].primals[0]
-        generator = torch.Generator().manual_seed(0)
         step = -(-self.length // STEPS)
         starts = range(0, self.length, step) if self.causal else [self._middle(step)]
-        for start in starts:
-            tokens = range(start, min(start + step, self.length))
-            tangent = torch.randn(1, batch, len(tokens), width, generator=generator).to(like)
-            if not self._same(tangent, tokens):
+        with torch.no_grad():
+            followed = self._followed()
+            for start in starts:
+                tokens = range(start, min(start + step, self.length))
+                tangent = noise(1, like.new_empty(batch, len(tokens), width))
+                if not (self._stays(followed, tangent, tokens) and self._same(tangent, tokens)):
+                    return False
+        return True
+
+    def _followed(self) -> Linearization:
+        """The whole, with those variables as targets that must be nought outside their windows: what comes
+        before any mixing, keys and values, and the targets themselves. (Scores need not be: the softmax
+        gives those of later keys no weight.)
+        """
+        mixed = {
+            variable
+            for call in self._rest
+            if call.name == "bmm"
+            for position, variable in zip(call.positions, call.inputs, strict=True)
+            if position == 1
+        }
+        first = {variable for call in self._prefix for variable in call.outputs}
+        wanted = first | mixed | set(self.whole.targets)
+        known = [variable for variable in self._windowed if variable in wanted and variable != self.source]
+        return Linearization(self.whole.calls, self.whole.shapes, self.whole.sources, known)
+
+    @property
+    def _windowed(self) -> dict[int, Positions]:
+        """Variables that are carried in windows."""
+        return self.at if self.causal else self._located
+
+    def _stays(self, followed: Linearization, tangent: Tensor, tokens: range) -> bool:
+        """Whether a tangent is nought, to the last bit, wherever its windows leave it out."""
+        at_tokens = Window(tokens.start, tokens.stop, self.length)
+        onward = Window(self._start(tokens.start), self.length, self.length)
+        prefix = {variable for call in self._prefix for variable in call.outputs}
+        for variable, found in followed.push({self.source: at_tokens.widen(tangent, Positions(-2))}):
+            window = at_tokens if variable in prefix else onward
+            if not window.holds(found, self._windowed[variable]):
                 return False
         return True
 
@@ -235,9 +270,8 @@ class WindowedLinearization:
 
     def _same(self, tangent: Tensor, tokens: range) -> bool:
         window = Window(tokens.start, tokens.stop, self.length)
-        with torch.no_grad():
-            expected = dict(self.whole.push({self.source: window.widen(tangent, Positions(-2))}))
-            found = dict(self.push(tangent, tokens))
+        expected = dict(self.whole.push({self.source: window.widen(tangent, Positions(-2))}))
+        found = dict(self.push(tangent, tokens))
         return found.keys() == expected.keys() and all(
             close(found[target], expected[target]) for target in expected
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from transformers.pytorch_utils import Conv1D
 
 from captum_hta.attention_jacobian import TokenNorm
 
@@ -96,16 +97,14 @@ _LLAMA = Layout(
 _WITHOUT_CLOSED_FORM = Layout("layers", "self_attn", "self_attn.o_proj", causal=True, gated=True)
 
 LAYOUTS: dict[str, Layout] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _BERT),
     "albert": SharedLayout(
         "encoder.albert_layer_groups", "attention", "attention.dense", ("query", "key", "value")
     ),
     "distilbert": Layout(
         "transformer.layer", "attention", "attention.out_lin", ("q_lin", "k_lin", "v_lin")
     ),
-    **dict.fromkeys(
-        ("deberta", "deberta-v2"), Layout("encoder.layer", "attention.self", "attention.output.dense")
-    ),
+    "deberta-v2": Layout("encoder.layer", "attention.self", "attention.output.dense"),
     "gpt2": Layout(
         "h", "attn", "attn.c_proj", ("c_attn",), joined="parts", norm="ln_1", causal=True
     ),
@@ -155,16 +154,16 @@ def _bart(norm: str | None, memory: str | None) -> dict[str, Layout]:
 
 
 PARTS: dict[str, dict[str, Layout]] = {
-    **dict.fromkeys(("t5", "umt5"), _T5),
-    **dict.fromkeys(("bart", "marian"), _bart(None, None)),
-    **dict.fromkeys(("mbart", "pegasus", "m2m_100"), _bart("self_attn_layer_norm", "encoder.layer_norm")),
+    "t5": _T5,
+    "bart": _bart(None, None),
+    "mbart": _bart("self_attn_layer_norm", "encoder.layer_norm"),
 }
 """The same for the parts of an encoder-decoder: its encoder, the self-attention of its decoder, and the cross
 attention of its decoder to what the encoder gives."""
 
 REFUSED = {
-    "whisper": "a model of sound: use the class HiddenTokenAttribution",
-    "vit": "a model of pictures: use the class HiddenTokenAttribution",
+    "whisper": "a model of sound",
+    "vit": "a model of pictures",
     "mamba": "a model without attention",
     "mixtral": "a mixture of experts",
 }
@@ -183,6 +182,11 @@ def layout_for(config: Any, architecture: str | None = None, part: str | None = 
         ValueError: If that kind of model is not supported, or the part is not named or is none.
     """
     kind = getattr(config, "model_type", None)
+    if kind is None:
+        raise ValueError(
+            "this is not supported, since it is no model of transformers: pass a name, a folder or a model "
+            "of transformers, or use the class HiddenTokenAttribution, which takes any PyTorch model"
+        )
     architecture = architecture or (getattr(config, "architectures", None) or [""])[0]
     if kind in PARTS:
         if "EncoderModel" in architecture and part is None:
@@ -222,6 +226,13 @@ def split_weights(layout: Layout, attention: Module, heads: int, key_heads: int,
     elif layout.joined == "heads":
         weights = [part.flatten(0, 1) for part in weights[0].unflatten(0, (heads, 3, width)).unbind(1)]
     return [repeated(weight.unflatten(0, (-1, width)), heads, 0) for weight in weights]
+
+
+def knows_projections(layout: Layout, attention: Module) -> bool:
+    """Whether queries, keys and values are given by plain matrices, and not by what wraps them."""
+    return all(
+        type(attention.get_submodule(name)) in (torch.nn.Linear, Conv1D) for name in layout.projections
+    )
 
 
 def _weight(module: Any) -> Tensor:

@@ -40,6 +40,8 @@ def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -
     Raises:
         ValueError: If there is none.
     """
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists() and "gguf_file" not in options:
+        raise ValueError(f"no model is found at {path!r}: the folder holds no config.json")
     try:
         config = transformers.AutoConfig.from_pretrained(path, **_of_files(options))
         check(config)
@@ -73,7 +75,10 @@ def load_tokenizer(path: str) -> Any:
             raise ValueError("the folder holds no file of a tokenizer")
         return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer is found at {path!r}: pass tokenizer=") from error
+        raise ValueError(
+            f"no tokenizer is found at {path!r}: save it there with its save_pretrained, or in Python pass "
+            "tokenizer="
+        ) from error
 
 
 @contextmanager

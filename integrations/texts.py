@@ -18,10 +18,11 @@ class TextReader:
 
     Args:
         tokenizer: A tokenizer of ``transformers``, fast or slow.
+        vocabulary: The number of token ids that the model knows.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
 
     def encode(self, text: Text, max_length: int | None = None) -> Encoding:
         """Read a text, or a pair of them; with ``max_length`` the first tokens alone."""
@@ -41,7 +42,7 @@ class TextReader:
             for token, part, span in zip(ids, parts, offsets, strict=True)
         ]
         words = _numbered(parts, encoded.word_ids(0))
-        return Encoding(ids, segments, labels, words, _word_labels(words, parts, offsets, pair))
+        return Encoding(ids, segments, labels, words, _word_labels(words, parts, offsets, pair, labels))
 
     def decoder(self, text: str, start: int, max_length: int | None, context: Encoding) -> Encoding:
         """What a decoder has said: its first token, then the text without special tokens."""
@@ -54,7 +55,7 @@ class TextReader:
             offsets, parts, pair = said["offset_mapping"], [0] * len(ids), (text,)
             labels = [self._label(token, 0, span, pair) for token, span in zip(ids, offsets, strict=True)]
             words = _numbered(parts, said.word_ids(0))
-            word_labels = _word_labels(words, parts, offsets, pair)
+            word_labels = _word_labels(words, parts, offsets, pair, labels)
         encoding = Encoding(
             [start, *ids],
             [0] * (len(ids) + 1),
@@ -82,7 +83,16 @@ class TextReader:
     def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
         """Pad encodings on the right; a tokenizer without a padding token pads with any id, which the mask
         hides.
+
+        Raises:
+            ValueError: If the model does not know a token.
         """
+        largest = max((max(encoding.ids, default=0) for encoding in encodings), default=0)
+        if largest >= self.vocabulary:
+            raise ValueError(
+                f"the tokenizer gives token {largest}, but the model knows {self.vocabulary}: pass the "
+                "tokenizer that belongs to the model"
+            )
         pad = self.tokenizer.pad_token_id or 0
         ids = _padded([encoding.ids for encoding in encodings], pad, device)
         mask = _padded([[1] * len(encoding) for encoding in encodings], 0, device)
@@ -104,15 +114,20 @@ def _word_labels(
     parts: Sequence[int | None],
     offsets: Sequence[tuple[int, int]],
     pair: Sequence[str],
+    labels: Sequence[str],
 ) -> list[str]:
-    """What stands in the text from the first to the last token of each word."""
+    """What stands in the text from the first to the last token of each word; of blanks, the token's label."""
+    first_labels: dict[int, str] = {}
+    for word, label in zip(words, labels, strict=True):
+        if word is not None:
+            first_labels.setdefault(word, label)
     spans: dict[int, tuple[int, int, int]] = {}
     for word, part, (start, stop) in zip(words, parts, offsets, strict=True):
         if word is not None:
             _, first, last = spans.get(word, (part, start, stop))
             spans[word] = (part, min(first, start), max(last, stop))
     pieces = [pair[part][start:stop] for part, start, stop in (spans[word] for word in sorted(spans))]
-    return [piece.strip() or piece.translate(_VISIBLE) for piece in pieces]
+    return [piece.strip() or first_labels[word] for piece, word in zip(pieces, sorted(spans), strict=True)]
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
 from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
@@ -20,7 +20,7 @@ from captum_hta.forecast import Size
 from captum_hta.forward_pass import Site, observed
 from captum_hta.integrations.layouts import layout_for
 from captum_hta.integrations.loading import demo_path, load_pretrained, load_tokenizer
-from captum_hta.integrations.proof import Proof, require_eval, require_weights
+from captum_hta.integrations.proof import Proof, is_untouched, require_eval, require_weights
 from captum_hta.integrations.texts import TextReader
 from captum_hta.integrations.transformers import TransformersModel
 from captum_hta.model import Attention, Batch, Check, Encoding, Text
@@ -67,7 +67,7 @@ class TransformerLensModel:
         tokenizer = tokenizer if tokenizer is not None else getattr(bridge, "tokenizer", None)
         if tokenizer is None:
             raise ValueError("the bridge has no tokenizer: pass tokenizer=")
-        self.reader = TextReader(tokenizer)
+        self.reader = TextReader(tokenizer, _vocabulary(bridge))
         self.architecture = str(getattr(bridge.cfg, "architecture", type(bridge).__name__))
         self.name = name or getattr(bridge.cfg, "model_name", self.architecture)
         self.num_layers = bridge.cfg.n_layers
@@ -196,11 +196,10 @@ class TransformerLensModel:
         """Whether no hook but the bridge's own may change what a block's attention computes."""
         block = self.bridge.blocks[layer]
         within = (block, block.original_component, block.hook_in, *block.attn.modules())
-        return all(
-            not isinstance(module, HookPoint) and hook.__module__.startswith("transformer_lens")
-            for module in within
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
+        points = [module for module in within if isinstance(module, HookPoint)]
+        parts = [module for module in within if not isinstance(module, HookPoint)]
+        plain = all(type(block.attn.get_submodule(name).original_component) is Linear for name in "qkv")
+        return plain and is_untouched(parts, ("transformer_lens",)) and is_untouched(points, ())
 
     def _proven(self) -> list[Check]:
         """Check the adapter; give up the closed form if that alone does not hold."""
@@ -219,6 +218,11 @@ class TransformerLensModel:
 
     def _require_eval(self) -> None:
         require_eval(self.name, self.bridge)
+
+
+def _vocabulary(bridge: TransformerBridge) -> int:
+    """The number of token ids that a bridge embeds."""
+    return bridge.original_model.get_input_embeddings().weight.shape[0]
 
 
 # --- loading ---------------------------------------------------------------------------------------
@@ -305,8 +309,8 @@ def _bridge(model: Module, name: str) -> TransformerBridge:
         architecture = _MASKED_LM.get(kind, architecture)
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ValueError(
-            f"TransformerLens does not bridge {architecture}: pass the class with its language-model "
-            "head, or adapter='transformers'"
+            f"TransformerLens does not bridge {architecture}: leave out adapter, which takes it as "
+            "transformers has it, or pass a class that TransformerLens knows, such as a GPT2LMHeadModel"
         )
     return build_bridge_from_module(
         model,

@@ -24,12 +24,13 @@ from captum_hta.integrations.layouts import (
     PARTS,
     Layout,
     Place,
+    knows_projections,
     layout_for,
     repeated,
     split_weights,
     token_norm,
 )
-from captum_hta.integrations.proof import Proof, require_eval, require_weights
+from captum_hta.integrations.proof import Proof, is_untouched, require_eval, require_weights
 from captum_hta.integrations.texts import TextReader
 from captum_hta.model import Attention, Batch, Encoding, Text
 
@@ -41,7 +42,9 @@ class TransformersModel:
     """A model of ``transformers`` as the model that the core works with.
 
     Sources are what enters a block, head targets what its output projection reads. The model is neither
-    changed nor copied; hooks that are active on it act on the result. On creation the adapter proves
+    changed nor copied; hooks that are active on it act on the result. While its attention is observed its
+    attention implementation is another, so other threads must not run the same object then (they may use
+    what ``load_model`` gives, which works on a copy). On creation the adapter proves
     itself on a few tokens, as :class:`captum_hta.integrations.transformer_lens.TransformerLensModel` does.
 
     Args:
@@ -78,7 +81,7 @@ class TransformersModel:
         if self.key_heads > self.num_heads or self.part:
             self.key_heads = self.num_heads
         self.max_length = _longest(self.base)
-        self.reader = TextReader(tokenizer)
+        self.reader = TextReader(tokenizer, model.get_input_embeddings().weight.shape[0])
         self._memory = self._encoder_sites() if self.part == "cross" else None
         self.key_layers = None if self._memory is None else len(self._memory) - 1
         self._parameters = inspect.signature(self.base.forward).parameters
@@ -118,7 +121,7 @@ class TransformersModel:
             inner=inner or getattr(config, "hidden_dim", None) or 4 * self.d_model,
             d_head=self.d_head,
             key_heads=self.key_heads,
-            gated=self.layout.gated,
+            gated=self.layout.gated or bool(getattr(config, "is_gated_act", False)),
             causal=self.layout.causal,
             closed_form=self._closed_form,
         )
@@ -164,6 +167,10 @@ class TransformersModel:
 
         ``others`` are segments, or what the encoder of a decoder reads and its mask.
         """
+        with _SWITCH:
+            return self._forward(ids, mask, *others)
+
+    def _forward(self, ids: Tensor, mask: Tensor | None, *others: Tensor | None) -> Any:
         if self.part == "encoder" and hasattr(self.base, "decoder"):
             return self.base.encoder(input_ids=ids, attention_mask=mask)
         options: dict[str, Any] = {"attention_mask": mask}
@@ -208,6 +215,7 @@ class TransformersModel:
 
     def _attention(self, place: Place, seen: _Seen, x: Tensor) -> Attention:
         known = self._closed_form and seen.plain and _unhooked(place.block)
+        known = known and knows_projections(self.layout, place.attention)
         return Attention(seen.pattern, self._factors(place, seen, x) if known else None)
 
     def _factors(self, place: Place, seen: _Seen, x: Tensor) -> AttentionFactors:
@@ -315,14 +323,7 @@ def _longest(base: Module) -> int | None:
 
 def _unhooked(block: Module) -> bool:
     """Whether no hook may change what a block's attention computes."""
-    return not any(
-        hook.__module__ not in _OWN_HOOKS
-        for module in block.modules()
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    )
-
-
-_OWN_HOOKS = ("captum_hta.forward_pass", "captum_hta.integrations.transformers")
+    return is_untouched(block.modules(), ("captum_hta",))
 
 
 # --- what attention is called with -----------------------------------------------------------------
@@ -379,7 +380,7 @@ def _observed_attention(
     module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """The model's own eager attention, which is listened to."""
-    eager = sys.modules[type(module).__module__].eager_attention_forward
+    eager = _own(module, "eager_attention_forward")
     out, pattern = eager(module, query, key, value, attention_mask, **kwargs)
     listen = getattr(_LISTENER, "listen", None)
     if listen is not None:
@@ -390,13 +391,19 @@ def _observed_attention(
     return out, pattern
 
 
+def _own(module: Module, name: str) -> Callable[..., Any]:
+    """A function of the file that defines a module's class, or one that it derives from."""
+    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    return next(getattr(file, name) for file in files if hasattr(file, name))
+
+
 ALL_ATTENTION_FUNCTIONS.register(OBSERVED, _observed_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(OBSERVED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def _rotation(attention: Module, position_embeddings: tuple[Tensor, Tensor], width: int) -> Tensor:
     """A rotary embedding as matrices ``[1, 1, token, d_head, d_head]``, by the model's own function."""
-    rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    rotate = _own(attention, "apply_rotary_pos_emb")
     cos, sin = (part[:1] for part in position_embeddings)
     tokens, rotary = cos.shape[1:]
     basis = torch.eye(rotary, dtype=cos.dtype, device=cos.device)

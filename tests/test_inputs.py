@@ -145,7 +145,7 @@ def test_slow_tokenizer() -> None:
         def convert_tokens_to_string(self, tokens: list[str]) -> str:
             return tokens[0].replace("▁", " ")
 
-    encoding = TextReader(Slow()).encode("hellos")
+    encoding = TextReader(Slow(), 4).encode("hellos")
     assert encoding.tokens == ["<s>", "hello", "s"]
     assert encoding.words is None
 
