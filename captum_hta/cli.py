@@ -144,6 +144,10 @@ def explain(
     ]
     for index, (layer, number) in enumerate(zip(chosen, heads, strict=True)):
         _print_head(results, index, layer, number, top)
+    if head is None:
+        out.print(
+            "Of each layer the head whose input contribution differs most from its attention.", style="dim"
+        )
     for source, result in results.items():
         if result.standard_error is not None:
             _print_error(source, result.standard_error.mean().item(), result.standard_error.max().item())
@@ -171,9 +175,13 @@ def _announce(model: Model, lengths: Sequence[int], asked: dict[str, Any], toler
 
 
 def _print_error(source: str, mean: float, largest: float) -> None:
-    if np.isfinite(largest):
-        what = f"Standard error of the {plots.MAPS[source].lower()}s"
-        out.print(f"{what}: {mean:.4f} on average, {largest:.4f} at most.", highlight=False)
+    what = f"Standard error of the {plots.MAPS[source].lower()}s"
+    known = (
+        f"{mean:.4f} on average, {largest:.4f} at most."
+        if np.isfinite(largest)
+        else "not known of one probe."
+    )
+    out.print(f"{what}: {known}", highlight=False)
 
 
 def _rows(values: torch.Tensor, heads: list[int]) -> Any:
@@ -206,9 +214,13 @@ def _print_head(results: dict[str, Contributions], index: int, layer: int, head:
 
 def _strongest(row: torch.Tensor, tokens: list[str], top: int) -> str:
     values, keys = row.topk(min(top, len(tokens)))
-    return _plain(
-        ", ".join(f"{tokens[key]} {100 * value:.0f}%" for key, value in zip(keys, values, strict=True))
-    )
+    shown = [(int(key), value) for key, value in zip(keys, values, strict=True) if value >= 0.005]
+    return _plain(" · ".join(f"{_named(key, tokens)} {100 * value:.0f}%" for key, value in shown))
+
+
+def _named(key: int, tokens: list[str]) -> str:
+    """A token, with its number where there are several of it."""
+    return f"{tokens[key]}#{key}" if tokens.count(tokens[key]) > 1 else tokens[key]
 
 
 def _plain(text: str) -> str:
@@ -238,7 +250,7 @@ def doctor(
     facts = {
         "model": loaded.name,
         "adapter": f"{type(loaded).__name__} on {loaded.architecture}",
-        "layers, heads": f"{loaded.num_layers}, {loaded.num_heads} of {loaded.d_head}",
+        "size": f"{loaded.num_layers} layers of {loaded.num_heads} heads, {loaded.d_head} wide each",
         "width": str(loaded.d_model),
         "reads at most": "any length" if loaded.max_length is None else f"{loaded.max_length} tokens",
         "weights": f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
@@ -409,7 +421,9 @@ def _load(name: str | None, device: str | None) -> Model:
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(str(error)) from error
     except (AssertionError, RuntimeError) as error:
-        raise UserError(f"the model cannot run on {device!r}: {error}") from error
+        raise UserError(
+            f"the model cannot run on {device!r} ({error}): leave out --device, or install a PyTorch for it"
+        ) from error
 
 
 def _layers(spec: str | None, model: Model) -> list[int]:
@@ -433,7 +447,7 @@ def _layer_range(part: str, spec: str) -> range:
     except ValueError:
         raise UserError(f'--layers {spec!r} is no list of layers: write "0,3", "2-4" or "-1"') from None
     if stop < start:
-        raise UserError(f"--layers {spec!r} runs backwards")
+        raise UserError(f"--layers {spec!r} runs backwards: write the lower number first")
     return range(start, stop + 1)
 
 
@@ -448,7 +462,7 @@ def _check_output(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"--out {path} is a folder: name a file in it")
     if not path.absolute().parent.is_dir():
-        raise UserError(f"the folder {path.absolute().parent} does not exist")
+        raise UserError(f"the folder {path.absolute().parent} does not exist: make it first")
 
 
 def _check_folder(path: Path) -> None:

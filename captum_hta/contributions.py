@@ -29,7 +29,7 @@ PADDING_SHARE = 1 / 8
 REDUCTIONS = ("sum", "max", "mean")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Contributions:
     """Contributions of source tokens (keys) to target tokens (queries), for several texts.
 
@@ -58,6 +58,10 @@ class Contributions:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def __repr__(self) -> str:
+        what = "exact" if self.standard_error is None else "estimated"
+        return f"Contributions({what}, texts={len(self)}, layers={self.layers}, {list(self.values.shape)})"
 
     def example(self, index: int) -> Contributions:
         """The contributions of one text, without padding."""
@@ -412,7 +416,7 @@ def encoded(model: Model, text: Text, number: int, truncation: bool = False) -> 
             return model.encode(text, model.max_length)
         raise ValueError(
             f"text {number} has {len(encoding)} tokens, but {model.name} reads at most "
-            f"{model.max_length}: shorten it, or cut it with truncation=True"
+            f"{model.max_length}: shorten it (in Python, truncation=True cuts it)"
         )
     return encoding
 
@@ -479,7 +483,7 @@ def _layers(model: Model, layers: Sequence[int] | int | None, source: str | int)
     if layers is None:
         return list(range(max(first, 0), model.num_layers))
     layers = [layers] if isinstance(layers, int) else layers
-    if not isinstance(layers, list | tuple | range) or not all(isinstance(layer, int) for layer in layers):
+    if not isinstance(layers, list | tuple | range) or not all(_is_number(layer) for layer in layers):
         raise TypeError(f"layers must be an int, a list of ints or None, got {layers!r}")
     outside = [layer for layer in layers if not -model.num_layers <= layer < model.num_layers]
     if outside or not layers:
@@ -489,8 +493,16 @@ def _layers(model: Model, layers: Sequence[int] | int | None, source: str | int)
     return [layer % model.num_layers for layer in layers]
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check(model: Model, setting: _Setting) -> None:
     source = setting.source
+    if isinstance(source, bool):
+        raise TypeError(f"source is a name or the number of a block, got {source!r}")
+    if not isinstance(setting.seed, int):
+        raise TypeError(f"seed must be an int, got {setting.seed!r}")
     if isinstance(source, str) and source not in ("input", "previous_layer"):
         raise ValueError(f"source must be 'input', 'previous_layer' or an int, got {source!r}")
     last = model.num_layers - 1 if model.key_layers is None else model.key_layers

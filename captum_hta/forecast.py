@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from captum_hta.attention_jacobian import closed_form_flops
+from captum_hta.norms import NORMS
 from captum_hta.plan import Plan, Work, chunk_size, memory_budget, plan
+from captum_hta.request import check_probes
 from captum_hta.tokenwise import CONDENSED_MEMORY, Stretch, worthwhile
 from captum_hta.windows import causal_share
 
@@ -95,7 +97,8 @@ def forecast(
         The plan; where every layer has a source of its own, of all of them together.
 
     Raises:
-        ValueError: If ``way`` is not valid for what is asked.
+        ValueError: If ``way`` is not valid for what is asked, or an argument is out of its range.
+        TypeError: If ``size`` is no :class:`Size`; an adapter has one, ``model.size``.
 
     Example:
         >>> bert = Size(layers=12, heads=12, width=768, inner=3072)
@@ -107,7 +110,10 @@ def forecast(
         >>> round(exact.flops / probes.flops)
         28
     """
+    _check(size, tokens, source, target, norm, n_probes, batch)
     first = source if isinstance(source, int) else 0
+    if layers is not None and any(not -size.layers <= layer < size.layers for layer in layers):
+        raise ValueError(f"layers must be in 0 to {size.layers - 1}, got {list(layers)}")
     named = range(first, size.layers) if layers is None else layers
     chosen = sorted({layer % size.layers for layer in named})
     place = torch.device(device)
@@ -120,6 +126,26 @@ def forecast(
         one = plan(asked.work(0, [0]), way)
         return replace(one, flops=one.flops * len(chosen))
     return plan(asked.work(first, chosen), way)
+
+
+def _check(
+    size: Size, tokens: int, source: str | int, target: str, norm: str, n_probes: int | None, batch: int
+) -> None:
+    if not isinstance(size, Size):
+        raise TypeError(f"size must be a Size, such as model.size, got {type(size).__name__}")
+    if size.d_head is None and size.width % size.heads:
+        raise ValueError(f"{size.heads} heads do not divide a width of {size.width}: pass d_head")
+    for name, value in {"tokens": tokens, "batch": batch}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be positive, got {value}")
+    known = ("input", "previous_layer", *range(size.layers))
+    if source not in known:
+        raise ValueError(f"source must be 'input', 'previous_layer' or a block, got {source!r}")
+    if target not in ("head", "layer"):
+        raise ValueError(f"target must be 'head' or 'layer', got {target!r}")
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+    check_probes(n_probes, None, norm)
 
 
 def in_all(plans: Iterable[Plan]) -> list[Plan]:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from captum_hta.linearization import Linearization
-from captum_hta.recorder import Recorder, TrainingWatch
+from captum_hta.recorder import Recorder, TrainingWatch, refuse_batch_statistics
 
 Enter = Callable[[Tensor], Tensor]
 
@@ -134,6 +134,8 @@ class ForwardPass:
 
     def _run(self, enter: Enter) -> list[Tensor]:
         """Run up to the last target; ``enter`` replaces each source by a tensor of the caller's."""
+        if isinstance(self.forward_func, Module):
+            refuse_batch_statistics(self.forward_func)
         found: dict[Site, Tensor] = {}
         inputs = tuple(_plain(value) for value in self.inputs)
         extra = tree_map(_plain, self.extra)

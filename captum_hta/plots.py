@@ -8,6 +8,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
@@ -43,7 +44,7 @@ def heatmaps(maps: dict[str, NDArray[np.float64]], tokens: Sequence[str], rows: 
         rows: Titles of the rows, such as ``"layer 3, head 5"``.
 
     Returns:
-        A figure with one row of panels for each of ``rows``.
+        A figure with one row of panels for each of ``rows``, on one colour scale a row.
     """
     cell = _cell(len(tokens), len(rows))
     side = cell * len(tokens)
@@ -54,8 +55,9 @@ def heatmaps(maps: dict[str, NDArray[np.float64]], tokens: Sequence[str], rows: 
         )
         axes = figure.subplots(len(rows), len(maps), squeeze=False)
         for row, title in enumerate(rows):
+            top = max(1e-9, *(float(values[row].max()) for values in maps.values()))
             for column, (name, values) in enumerate(maps.items()):
-                _heatmap(axes[row, column], values[row], tokens, cell)
+                _heatmap(axes[row, column], values[row], tokens, cell, top)
                 axes[row, column].set_title(f"{title}\n{MAPS[name]}")
             axes[row, 0].set_ylabel("query (target token)")
         for axis in axes[-1]:
@@ -69,8 +71,9 @@ def _cell(tokens: int, rows: int) -> float:
     return min(max(readable, LEAST_SIDE / tokens), MOST_SIDE / tokens, MOST_INCHES / (rows * tokens))
 
 
-def _heatmap(axis: Axes, values: NDArray[np.float64], tokens: Sequence[str], cell: float) -> None:
-    image = axis.imshow(values, cmap="magma_r", vmin=0, vmax=max(float(values.max()), 1e-9))
+def _heatmap(axis: Axes, values: NDArray[np.float64], tokens: Sequence[str], cell: float, top: float) -> None:
+    """One panel, in the colours of its row: equal ones are equal numbers. Small ones are spread."""
+    image = axis.imshow(values, cmap="magma_r", norm=PowerNorm(0.5, vmin=0, vmax=top))
     step = max(1, round(0.155 / cell))
     text = {"fontsize": min(9.0, 52 * cell * step), "parse_math": False}
     axis.set_xticks(range(0, len(tokens), step), tokens[::step], rotation=90, **text)
@@ -174,6 +177,6 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
         axis.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
         axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
         axis.set_xlabel("layer")
-        axis.set_ylabel("centre of mass (tokens from the query)")
+        axis.set_ylabel("centre of mass of the histogram\n(relative position)")
         axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(quantities))
     return figure

@@ -11,11 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 _RANDOM = (aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.rrelu_with_noise)
+BATCH_STATISTICS = (
+    "a batch normalisation takes the statistics of the batch, so the model is in training mode and its examples "
+    "influence each other: call model.eval() first"
+)
 _BATCH_NORMS = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
 
 
@@ -176,15 +182,19 @@ class TrainingWatch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def refuse_batch_statistics(model: Module) -> None:
+    """Raise a ``ValueError`` before a batch normalisation in training mode changes anything."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ValueError(BATCH_STATISTICS)
+
+
 def refuse_training(function: Any, args: Sequence[Any]) -> None:
     """Raise a ``ValueError`` if an operator is the work of an active dropout, or of a batch normalisation
     that takes the statistics of the batch.
     """
     if function.overloadpacket in _BATCH_NORMS and any(value is True for value in args):
-        raise ValueError(
-            "a batch normalisation takes the statistics of the batch, so the model is in training mode and "
-            "its examples influence each other: call model.eval() first"
-        )
+        raise ValueError(BATCH_STATISTICS)
     if function.overloadpacket in _RANDOM:
         raise ValueError(
             "a dropout is active, so the model is in training mode and its derivative random: call "

@@ -135,8 +135,10 @@ def figures(study: Study) -> list[Shown]:
         Shown(
             "figure4_attention_centre.png",
             "Centre of mass of attention",
-            "Mean relative position of attention per layer (line: mean over heads; points: heads). "
-            "Below zero a head looks back, above zero ahead.",
+            "Centre of mass of the histograms of Figure 2 per layer (line: mean over heads; points: heads). "
+            "Below zero a head looks back, above zero ahead. Each position counts by its mean attention, as "
+            "in the paper, however seldom texts are long enough for it: so this is not the mean distance "
+            "that attention spans.",
             plots.centre_figure(centres, ["attention"]),
         ),
         Shown(
@@ -170,9 +172,9 @@ def _sentence_1(study: Study) -> str:
 def _sentence_5(layers: pd.DataFrame) -> str:
     attention, inputs = layers["centre_of_mass_attention"], layers["centre_of_mass_input"]
     return (
-        f"Over the layers the centre of attention lies between {attention.min():+.2f} and "
-        f"{attention.max():+.2f} tokens from the query, that of the input contribution between "
-        f"{inputs.min():+.2f} and {inputs.max():+.2f}."
+        f"Over the layers the centre of the histograms of attention lies between {attention.min():+.2f} and "
+        f"{attention.max():+.2f}, that of the input contribution between {inputs.min():+.2f} and "
+        f"{inputs.max():+.2f} (in relative positions, each weighed alike)."
     )
 
 

@@ -117,7 +117,7 @@ def _parse(line: bytes) -> tuple[Text, str | None]:
     names = ("text",) if "text" in record else FIELDS
     for name in names:
         if name not in record:
-            return "", f"no field {name!r}{'' if name == 'text' else ', and none of the name text'}"
+            return "", f"no field {name!r}: a line needs premise and hypothesis, or text"
         if not isinstance(record[name], str):
             return "", f"field {name!r} is not a string"
         if not record[name].strip():

@@ -80,6 +80,9 @@ class TransformerLensModel:
         self._require_eval()
         self.checks = self._proven()
 
+    def __repr__(self) -> str:
+        return f"TransformerLensModel({self.name}: {self.num_layers} layers of {self.num_heads} heads)"
+
     @property
     def tokenizer(self) -> Any:
         """The tokenizer."""

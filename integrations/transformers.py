@@ -94,6 +94,9 @@ class TransformersModel:
             self._closed_form = proof.closed_form_holds()
         self.checks = proof.checks
 
+    def __repr__(self) -> str:
+        return f"TransformersModel({self.name}: {self.num_layers} layers of {self.num_heads} heads)"
+
     @property
     def tokenizer(self) -> Any:
         """The tokenizer."""

@@ -1419,3 +1419,25 @@ def test_in_place(function):
     right(model, None)
     right(model, "reverse")
     right_or_refused(model)
+
+
+@pytest.mark.parametrize("function", [lambda h: h + h.flip(0), lambda h: h - h.mean(0, keepdim=True)])
+def test_examples_that_influence_each_other(function):
+    """Are refused, since all are carried at once; a single one is right."""
+    model = tiny(function, Mixed)
+    with pytest.raises(ValueError, match="influence each other"):
+        hta(model, "last").attribute(data(), way="forward")
+    one = data()[:1]
+    same(hta(model, "last").attribute(one, way="forward"), dense(model, model.last, one))
+
+
+def test_batch_statistics_are_refused():
+    """A batch normalisation in training mode, which would also change."""
+    norm = nn.BatchNorm1d(8).double()
+    model = tiny(lambda h: norm(h.mT).mT, Mixed)
+    for way in ("forward", "reverse"):
+        with pytest.raises(ValueError, match="statistics of the batch"):
+            hta(model, "last").attribute(data(), way=way)
+    assert norm.num_batches_tracked == 0
+    norm.eval()
+    right(model, None)

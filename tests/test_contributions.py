@@ -598,3 +598,30 @@ def test_text_without_token(tiny: TransformerLensModel, monkeypatch: pytest.Monk
     monkeypatch.setattr(tiny, "encode", lambda text: right(text) if text else Encoding([], [], []))
     with pytest.raises(ValueError, match="text 1 has no token"):
         contributions(tiny, ["a", ""])
+
+
+def test_the_plan_of_a_tolerance_is_what_was_done(minilm: TransformerLensModel) -> None:
+    """With the probes that it took in the end."""
+    result = contributions(minilm, "Go", layers=[1], tolerance=0.005)
+    width = minilm.d_model
+    (plan,) = result.plans
+    assert plan.reason == f"{plan.probes} a token"
+    assert 8 < plan.probes <= width
+    few = contributions(minilm, "Go", layers=[1], n_probes=8).plans[0]
+    assert plan.flops > few.flops
+
+
+@pytest.mark.parametrize("options", [{"source": True}, {"layers": [True]}, {"seed": "x"}], ids=str)
+def test_arguments_of_a_wrong_type(tiny: TransformerLensModel, options: dict) -> None:
+    """A truth value is no number, and a word no seed."""
+    with pytest.raises(TypeError):
+        contributions(tiny, "a b", **options)
+
+
+def test_repr_is_short(tiny: TransformerLensModel) -> None:
+    """It tells what is there, not all numbers."""
+    assert (
+        repr(contributions(tiny, ["a", "b c"]))
+        == "Contributions(exact, texts=2, layers=[0, 1], [2, 2, 2, 4, 4])"
+    )
+    assert repr(tiny).startswith("TransformerLensModel(")

@@ -98,3 +98,30 @@ def test_plans_in_all() -> None:
     assert first == Plan("probes", 3.0, 5.0, 7, "8 a token")
     assert second.flops == 4.0
     assert third.chunk is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": 0}, "tokens must be positive"),
+        ({"batch": 0}, "batch must be positive"),
+        ({"n_probes": -1}, "n_probes must be a positive int"),
+        ({"source": "prev_layer"}, "source must be"),
+        ({"source": 3}, "source must be"),
+        ({"target": "foo"}, "target must be"),
+        ({"norm": "l1"}, "norm must be one of"),
+        ({"layers": [3]}, "layers must be in 0 to 2"),
+        ({"size": Size(3, 5, 32, 128)}, "5 heads do not divide"),
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused(change: dict, words: str) -> None:
+    """As the computation itself would."""
+    with pytest.raises(ValueError, match=words):
+        forecast(**({"size": SMALL, "tokens": 8} | change))
+
+
+def test_a_model_is_no_size(bert) -> None:
+    """The error says where its size is."""
+    with pytest.raises(TypeError, match=r"such as model\.size"):
+        forecast(bert, 8)

@@ -320,3 +320,10 @@ def test_a_copy_of_the_model_is_another() -> None:
         contributions(one, "the cat", source="previous_layer").values for one in (model, changed)
     )
     assert (first - second).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("text", ["  ", "  a  b "])
+def test_words_of_blanks_have_labels(text: str) -> None:
+    """No label is empty."""
+    words = contributions(gpt2(), text).to_words()
+    assert all(words.tokens[0])

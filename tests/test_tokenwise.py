@@ -20,7 +20,7 @@ from captum_hta import HiddenTokenAttribution
 from captum_hta.forward_pass import ForwardPass
 from captum_hta.plan import CACHE
 from captum_hta.positions import Positions, Window
-from captum_hta.tokenwise import Stretch, stretches, token_jacobians, worthwhile
+from captum_hta.tokenwise import Stretch, separate, stretches, token_jacobians, worthwhile
 from captum_hta.windows import WindowedLinearization
 
 LENGTH, WIDTH = 9, 16
@@ -147,3 +147,51 @@ def test_widest_tangent_of_condensed(minilm) -> None:
     found = WindowedLinearization(whole, whole.sources[0])
     assert found.widest(1) == 4 * found.widest(10**5)
     assert CACHE // (4 * found.widest(10**5)) > 200
+
+
+@pytest.mark.parametrize(
+    ("row", "token"), [((0, 0), (0, 5)), ((0, 3), (0, 1)), ((0, 2), (1, 2)), ((1, 4), (0, 0))]
+)
+def test_a_single_leak_is_found(row: tuple[int, int], token: tuple[int, int]) -> None:
+    """From any token of any example to any other, however small."""
+
+    def push(stack: Tensor) -> Tensor:
+        out = stack.clone()
+        out[:, token[0], token[1]] += 1e-9 * stack[:, row[0], row[1]]
+        return out
+
+    like = torch.empty(2, 6, 4)
+    assert separate(lambda stack: 3 * stack, like)
+    assert not separate(push, like)
+
+
+class Shifted(nn.Module):
+    """Attention, a normalisation that blows up one token, a feed-forward part and a small shift."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Identity(), nn.Identity()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = x + (x @ x.mT / WIDTH).softmax(-1) @ x
+        keep = torch.ones(x.shape[1], 1, dtype=x.dtype)
+        keep[0] = 1e-7
+        x = torch.nn.functional.layer_norm(x * keep, (WIDTH,), eps=1e-16)
+        x = x + self.down(torch.tanh(self.up(x)))
+        return self.out(x + self.shift * torch.cat([x[:, :1], x[:, :-1]], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shift", [1.0, 0.01])
+def test_a_shift_of_tokens_is_not_token_wise(dtype: torch.dtype, shift: float) -> None:
+    """It is found beside a dominant token and in half precision."""
+    model = Shifted(shift).to(dtype)
+    x = torch.randn(1, 12, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+    hta = HiddenTokenAttribution(model, model.out, model.embed)
+    forward, reverse = (hta.attribute(x, way=way).double() for way in ("forward", "reverse"))
+    close = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03}[dtype]
+    assert (forward - reverse).abs().max() < close

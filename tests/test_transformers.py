@@ -253,3 +253,80 @@ def test_the_class_takes_what_is_refused(name: str) -> None:
     )
     torch.testing.assert_close(forward, reverse, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(forward.sum(-1), torch.ones_like(forward[..., 0]))
+
+
+class LowRank(torch.nn.Module):
+    """A projection with a low-rank update beside it, as adapters for fine-tuning put it."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = linear
+        self.down = torch.nn.Linear(linear.in_features, 2, bias=False).double()
+        self.up = torch.nn.Linear(2, linear.out_features, bias=False).double()
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def wrapped(model: Module) -> None:
+    attention = model.encoder.layer[2].attention.self
+    attention.query = LowRank(attention.query)
+
+
+def patched(model: Module) -> None:
+    query = model.encoder.layer[0].attention.self.query
+    forward = query.forward
+    query.forward = lambda x: 2 * forward(x)
+
+
+@pytest.mark.parametrize("change", [wrapped, patched])
+@pytest.mark.parametrize("before", [True, False])
+def test_changed_projections_take_the_general_way(change: Callable[[Module], None], before: bool) -> None:
+    """Whether they are changed before the adapter is made or after: the result is autograd's."""
+    model = tiny("BERT")
+    if before:
+        change(model)
+        made = TransformersModel(model, tokenizer())
+    else:
+        made = TransformersModel(model, tokenizer())
+        change(model)
+    found = contributions(made, TEXT, source="previous_layer")
+    expected = contributions(made, TEXT, source="previous_layer", way="reverse")
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-9, atol=1e-12)
+
+
+def test_global_hooks_take_the_general_way() -> None:
+    """Hooks of PyTorch's own on every module are heeded too."""
+    model = TransformersModel(tiny("BERT"), tokenizer())
+
+    def scaled(module: Module, args: tuple, out: Tensor) -> Tensor | None:
+        return 2 * out if module is model.places[1].attention.query else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(scaled)
+    try:
+        found = contributions(model, TEXT, source="previous_layer")
+        expected = contributions(model, TEXT, source="previous_layer", way="reverse")
+    finally:
+        handle.remove()
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-9, atol=1e-12)
+
+
+def test_attention_of_a_subclass() -> None:
+    """A class of the user's own, that derives from the model's, is followed to where that is written."""
+    model = tiny("BERT")
+    kind = type(model.encoder.layer[0].attention.self)
+    model.encoder.layer[0].attention.self.__class__ = type("Mine", (kind,), {"__module__": __name__})
+    found = contributions(TransformersModel(model, tokenizer()), TEXT, source="previous_layer")
+    expected = contributions(adapter("BERT"), TEXT, source="previous_layer")
+    torch.testing.assert_close(found.values, expected.values)
+
+
+def test_tokenizer_of_another_model() -> None:
+    """Tokens that the model does not know are an error that says so."""
+    model = TransformersModel(tiny("GPT-2"), WordTokenizer(500))
+    with pytest.raises(ValueError, match=r"the model knows 60: pass the tokenizer that belongs"):
+        contributions(model, "many words of a large vocabulary")

@@ -104,3 +104,51 @@ def test_window_of_merged_axes() -> None:
     part = window.narrow(value, at)
     assert part.tolist() == [[2, 3], [8, 9]]
     assert window.widen(part, at).tolist() == [[0, 0], [2, 3], [0, 0], [0, 0], [8, 9], [0, 0]]
+
+
+class Attention(nn.Module):
+    """Attention with a mask that is added, on a residual stream that outweighs it."""
+
+    def __init__(self, mask: Tensor, gain: Tensor | float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = 8
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.embed, self.out = nn.Identity(), nn.Identity()
+        self.mask, self.gain = mask, gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        scores = self.q(x) @ self.k(x).mT / 8**0.5 + self.mask.to(x)
+        return self.out((20 * x + scores.softmax(-1) @ self.v(x)) * self.gain)
+
+
+def soft(length: int, value: float) -> Tensor:
+    return torch.full((length, length), value).triu(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_soft_mask_is_not_causal(dtype: torch.dtype) -> None:
+    """However small what later tokens give is beside the rest, and however short the type of numbers."""
+    model = Attention(soft(12, -4.0)).to(dtype)
+    x = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    hta = HiddenTokenAttribution(model, model.out, model.embed)
+    forward, reverse = (
+        hta.attribute(x, way=way, internal_batch_size=8).double() for way in ("forward", "reverse")
+    )
+    later = reverse.triu(1).sum()
+    assert later > 0
+    assert (forward.triu(1).sum() - later).abs() < 0.1 * later
+
+
+@pytest.mark.parametrize("gain", [1e4, 1e8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_dominant_token_hides_nothing(dtype: torch.dtype, gain: float) -> None:
+    """One token with an output many times as large as the others'."""
+    scale = torch.ones(12, 1, dtype=dtype)
+    scale[-1] = gain
+    model = Attention(torch.zeros(12, 12), scale).to(dtype)
+    x = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    hta = HiddenTokenAttribution(model, model.out, model.embed)
+    forward, reverse = (hta.attribute(x, way=way, internal_batch_size=8) for way in ("forward", "reverse"))
+    torch.testing.assert_close(forward, reverse, rtol=1e-4, atol=1e-5)
