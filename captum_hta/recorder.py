@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 aten = torch.ops.aten
 _RANDOM = (aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.rrelu_with_noise)
 BATCH_STATISTICS = (
-    "a batch normalisation takes the statistics of the batch, so the model is in training mode and its examples "
-    "influence each other: call model.eval() first"
+    "a batch normalisation takes the statistics of the batch, so the model is in training mode and its "
+    "examples influence each other: call model.eval() first"
 )
 _BATCH_NORMS = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
 

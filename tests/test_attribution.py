@@ -1435,6 +1435,7 @@ def test_batch_statistics_are_refused():
     """A batch normalisation in training mode, which would also change."""
     norm = nn.BatchNorm1d(8).double()
     model = tiny(lambda h: norm(h.mT).mT, Mixed)
+    model.norm = norm
     for way in ("forward", "reverse"):
         with pytest.raises(ValueError, match="statistics of the batch"):
             hta(model, "last").attribute(data(), way=way)
