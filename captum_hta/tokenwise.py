@@ -253,12 +253,11 @@ def separate(push: Callable[[Tensor], Tensor], like: Tensor) -> bool:
     batch, positions, _ = like.shape
     number = torch.arange(batch * positions, device=like.device).view(batch, positions)
     digits = range((batch * positions - 1).bit_length())
-    moving = [((number >> digit) & 1 == side) for digit in digits for side in (0, 1)]
-    for moves in moving:
-        image = push(noise(1, like) * moves[None, ..., None])
-        if image[:, ~moves].any():
-            return False
-    return True
+    if not digits:
+        return True
+    moves = torch.stack([(number >> digit) & 1 == side for digit in digits for side in (0, 1)])
+    image = push(noise(1, like) * moves[..., None])
+    return not image[~moves].any()
 
 
 def noise(count: int, like: Tensor) -> Tensor:
