@@ -44,8 +44,8 @@ class TransformersModel:
     Sources are what enters a block, head targets what its output projection reads. The model is neither
     changed nor copied; hooks that are active on it act on the result. While its attention is observed its
     attention implementation is another, so other threads must not run the same object then (they may use
-    what ``load_model`` gives, which works on a copy). On creation the adapter proves
-    itself on a few tokens, as :class:`captum_hta.integrations.transformer_lens.TransformerLensModel` does.
+    what ``load_model`` gives, which works on a copy). On creation the adapter proves itself on a few tokens,
+    as :class:`captum_hta.integrations.transformer_lens.TransformerLensModel` does.
 
     Args:
         model: An encoder or a decoder in eval mode, with or without a head.
@@ -77,9 +77,8 @@ class TransformersModel:
             self.num_heads = getattr(config, "decoder_attention_heads", self.num_heads)
         self.d_model = config.hidden_size
         self.d_head = _inputs(self.places[0].projection) // self.num_heads
-        self.key_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
-        if self.key_heads > self.num_heads or self.part:
-            self.key_heads = self.num_heads
+        grouped = None if self.part else getattr(config, "num_key_value_heads", None)
+        self.key_heads = grouped or self.num_heads
         self.max_length = _longest(self.base)
         self.reader = TextReader(tokenizer, model.get_input_embeddings().weight.shape[0])
         self._memory = self._encoder_sites() if self.part == "cross" else None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers as hf
 from conftest import WordTokenizer
 from families import PAIRS, tiny
 from reference import jacobian, norms, shares
@@ -194,3 +195,13 @@ def test_probes_of_cross_attention() -> None:
     assert within.double().mean() > 0.85
     alone = contributions(model, [(READ, SAID)], n_probes=8)
     torch.testing.assert_close(found.example(0).values, alone.values, rtol=1e-4, atol=1e-6)
+
+
+def test_an_encoder_alone() -> None:
+    """The class that holds no decoder needs no part, and gives the same."""
+    whole = tiny("T5")
+    alone = hf.T5EncoderModel(whole.config).double().eval()
+    alone.load_state_dict(whole.state_dict(), strict=False)
+    found = contributions(TransformersModel(alone, Words(60)), READ)
+    expected = contributions(TransformersModel(whole, Words(60), part="encoder"), READ)
+    torch.testing.assert_close(found.values, expected.values)
