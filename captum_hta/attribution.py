@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from captum_hta.forward_pass import ForwardPass
 from captum_hta.jacobian import Answer, Question, answer
-from captum_hta.norms import NORMS, shares
+from captum_hta.norms import check_norm, shares
 from captum_hta.request import check_probes
 
 
@@ -281,8 +281,7 @@ def _check_setting(
         raise TypeError(f"layer must be a torch.nn.Module or a list of them, got {layer!r}")
     if source_layer is not None and not isinstance(source_layer, Module):
         raise TypeError(f"source_layer must be a torch.nn.Module or None, got {source_layer!r}")
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+    check_norm(norm)
     if num_heads is not None and (not isinstance(num_heads, int) or num_heads < 1):
         raise ValueError(f"num_heads must be a positive int or None, got {num_heads!r}")
     if device_ids is not None and len(device_ids) > 1:

@@ -15,7 +15,7 @@ from captum_hta.attention_jacobian import attention_energies
 from captum_hta.forward_pass import ForwardPass
 from captum_hta.jacobian import Question, answer
 from captum_hta.model import Attention, Batch, Encoding, Model, Text
-from captum_hta.norms import NORMS, Energy, shares
+from captum_hta.norms import Energy, check_norm, shares
 from captum_hta.plan import Plan
 from captum_hta.precision import matmul_precision
 from captum_hta.request import check_probes
@@ -512,6 +512,5 @@ def _check(model: Model, setting: _Setting) -> None:
         raise ValueError(f"layer {min(setting.layers)} comes before the source, block {source}")
     if setting.target not in TARGETS:
         raise ValueError(f"target must be 'head' or 'layer', got {setting.target!r}")
-    if setting.norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {setting.norm!r}")
+    check_norm(setting.norm)
     check_probes(setting.n_probes, setting.tolerance, setting.norm)

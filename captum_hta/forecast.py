@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from captum_hta.attention_jacobian import closed_form_flops
-from captum_hta.norms import NORMS
+from captum_hta.norms import check_norm
 from captum_hta.plan import Plan, Work, chunk_size, memory_budget, plan
 from captum_hta.request import check_probes
 from captum_hta.tokenwise import CONDENSED_MEMORY, Stretch, worthwhile
@@ -143,8 +143,7 @@ def _check(
         raise ValueError(f"source must be 'input', 'previous_layer' or a block, got {source!r}")
     if target not in ("head", "layer"):
         raise ValueError(f"target must be 'head' or 'layer', got {target!r}")
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+    check_norm(norm)
     check_probes(n_probes, None, norm)
 
 

@@ -21,7 +21,7 @@ from captum_hta.probes import FIRST_PROBES, probe_energies
 from captum_hta.recorder import NotLinearizableError
 from captum_hta.request import Request, joined_heads, query_positions
 from captum_hta.reverse import reverse_energies
-from captum_hta.tokenwise import noise
+from captum_hta.tokenwise import halves, noise
 from captum_hta.windows import WindowedLinearization
 
 logger = logging.getLogger(__name__)
@@ -120,20 +120,19 @@ def _answered(passage: ForwardPass, question: Question) -> Answer:
 
 def _refuse_mixed_examples(derivative: Linearization, sources: Sequence[Tensor]) -> None:
     """Raise if an example of the batch reaches another: all are carried at once, each for itself."""
-    rows = len(sources[0])
-    for digit in range((rows - 1).bit_length()):
-        for side in (0, 1):
-            moves = (torch.arange(rows, device=sources[0].device) >> digit & 1) == side
-            tangents = {
-                variable: noise(1, x) * moves[None, :, None, None]
-                for variable, x in zip(derivative.sources, sources, strict=True)
-            }
-            with torch.no_grad():
-                mixed = any(image[:, ~moves].any() for _, image in derivative.push(tangents))
-            if mixed:
-                raise ValueError(
-                    "examples of the batch influence each other in this model: pass them one at a time"
-                )
+    if len(sources[0]) == 1:
+        return
+    for moves in halves(len(sources[0]), sources[0].device):
+        tangents = {
+            variable: noise(1, x) * moves[:, None, None]
+            for variable, x in zip(derivative.sources, sources, strict=True)
+        }
+        with torch.no_grad():
+            mixed = any(image[:, ~moves].any() for _, image in derivative.push(tangents))
+        if mixed:
+            raise ValueError(
+                "examples of the batch influence each other in this model: pass them one at a time"
+            )
 
 
 def _done(

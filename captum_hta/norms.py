@@ -18,6 +18,12 @@ SMALLEST_LENGTH = 1e-15
 """Vectors that are longer than this have no squares that matter below the range of float32."""
 
 
+def check_norm(norm: str) -> None:
+    """Raise a ``ValueError`` if there is no such norm."""
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+
+
 @dataclass
 class Energy:
     """Squared norms ``[batch, head, query, key]`` with the variance of their estimate, if they are one."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from captum_hta.linearization import Linearization, flops_of, numel
+from captum_hta.linearization import Linearization, between, flops_of, numel
 from captum_hta.plan import chunk_size
 from captum_hta.recorder import Call
 from captum_hta.rules import Push, inner, outer
@@ -130,12 +130,13 @@ class _Search:
         if not self._is_sequence(entry) or entry not in self.readers:
             return None
         closure = self._closure(entry, first)
+        closure_calls = [self.calls[index] for index in closure]
         best, after, saved = None, first, 0
         for index in closure:
             exit_ = self.calls[index].outputs[0]
             if not self._is_alike(entry, exit_, self.calls[index].dtype):
                 continue
-            inside = self._between(closure, exit_)
+            inside = between(closure_calls, (entry,), (exit_,))
             if not self._is_closed(inside, exit_):
                 continue
             stretch = self._stretch(entry, exit_, inside)
@@ -168,28 +169,16 @@ class _Search:
                 last = max([last, *(r for out in call.outputs for r in self.readers.get(out, []))])
         return closure
 
-    def _between(self, closure: Iterable[int], exit_: int) -> list[int]:
-        """The calls of the closure that the exit depends on."""
-        needed, inside = {exit_}, []
-        for index in reversed(list(closure)):
-            call = self.calls[index]
-            if needed.intersection(call.outputs):
-                needed.update(call.inputs)
-                inside.append(index)
-        return inside[::-1]
-
-    def _is_closed(self, inside: Sequence[int], exit_: int) -> bool:
+    def _is_closed(self, inside: Sequence[Call], exit_: int) -> bool:
         """Whether nothing else reads what is inside."""
-        members = set(inside)
-        inner = {out for index in inside for out in self.calls[index].outputs} - {exit_}
-        return not inner & self.targets and all(
-            members.issuperset(self.readers.get(variable, [])) for variable in inner
-        )
+        members = {id(call) for call in inside}
+        inner = {out for call in inside for out in call.outputs} - {exit_}
+        readers = (self.calls[index] for out in inner for index in self.readers.get(out, []))
+        return not inner & self.targets and all(id(call) in members for call in readers)
 
-    def _stretch(self, entry: int, exit_: int, inside: Sequence[int]) -> Stretch:
-        calls = tuple(self.calls[index] for index in inside)
+    def _stretch(self, entry: int, exit_: int, inside: Sequence[Call]) -> Stretch:
         shape = (*self.shapes[entry], self.shapes[exit_][2])
-        return Stretch(calls, entry, exit_, shape, sum(flops_of(call) for call in calls))
+        return Stretch(tuple(inside), entry, exit_, shape, sum(map(flops_of, inside)))
 
 
 def _may_be_tokenwise(call: Call) -> bool:
@@ -242,22 +231,29 @@ def token_jacobians(stretch: Stretch, shapes: Sequence[tuple[int, ...]]) -> Toke
 def separate(push: Callable[[Tensor], Tensor], like: Tensor) -> bool:
     """Whether no token of no example reaches another: zeros must come out as zeros, to the last bit.
 
-    Tokens are numbered through the batch, and for each binary digit those whose digit is 1 move while the
-    others must stand still, and the other way round; any two differ in some digit. Nothing is compared
-    with a tolerance, which a single large token would blind, or a short type of numbers.
+    Tokens are numbered through the batch, and :func:`halves` of them move while the others must stand
+    still. Nothing is compared with a tolerance, which a single large token would blind, or a short type of
+    numbers.
 
     Args:
         push: Pushes a stack ``[n, batch, position, width]``.
         like: A tensor of the shape, type and device of one tangent.
     """
     batch, positions, _ = like.shape
-    number = torch.arange(batch * positions, device=like.device).view(batch, positions)
-    digits = range((batch * positions - 1).bit_length())
-    if not digits:
+    if batch * positions == 1:
         return True
-    moves = torch.stack([(number >> digit) & 1 == side for digit in digits for side in (0, 1)])
+    moves = halves(batch * positions, like.device).unflatten(1, (batch, positions))
     image = push(noise(1, like) * moves[..., None])
     return not image[~moves].any()
+
+
+def halves(count: int, device: torch.device) -> Tensor:
+    """``[half, count]``, for each binary digit of a number those with 0 and those with 1: of any two, each
+    is in a half without the other.
+    """
+    number = torch.arange(count, device=device)
+    digits = range((count - 1).bit_length())
+    return torch.stack([(number >> digit) & 1 == side for digit in digits for side in (0, 1)])
 
 
 def noise(count: int, like: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ def split_weights(layout: Layout, attention: Module, heads: int, key_heads: int,
         key_heads: Heads of keys and values, each repeated for its group of queries.
         width: Width of a head.
     """
-    weights = [_weight(attention.get_submodule(name)) for name in layout.projections]
+    weights = [matrix(attention.get_submodule(name)) for name in layout.projections]
     if layout.joined == "parts":
         sizes = [heads * width, key_heads * width, key_heads * width]
         weights = list(weights[0].split(sizes))
@@ -235,7 +235,7 @@ def knows_projections(layout: Layout, attention: Module) -> bool:
     )
 
 
-def _weight(module: Any) -> Tensor:
+def matrix(module: Any) -> Tensor:
     """``[out, in]``: GPT-2's ``Conv1D`` keeps its weight the other way round."""
     weight = module.weight.detach()
     return weight if isinstance(module, torch.nn.Linear) else weight.T

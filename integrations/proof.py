@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import Module
 from captum_hta.attention_jacobian import attention_energies
 from captum_hta.forward_pass import ForwardPass, Site, hook_site, observed
 from captum_hta.jacobian import Question, answer
-from captum_hta.model import Check, Encoding, Model
+from captum_hta.model import Attention, Check, Encoding, Model
 from captum_hta.precision import matmul_precision
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,12 @@ class Proof:
         context = Encoding(read, [0] * len(read), [""] * len(read))
         self.batch = model.batch([Encoding(ids, [0] * len(ids), [""] * len(ids), context=context)])
         self.entry = self.layer if model.key_layers is None else model.key_layers
+
+    @cached_property
+    def attention(self) -> list[Attention]:
+        """What the attention of every layer does with the tokens of the proof."""
+        with matmul_precision("highest"):
+            return self.model.attention(self.batch)
 
     def require(self, holds: bool, name: str, what: str, found: str = "") -> None:
         """Note a check; raise where it does not hold.
@@ -117,14 +124,14 @@ class Proof:
         self.require(not torch.equal(changed, z), "source reaches the heads", what)
 
     def _check_patterns(self) -> None:
-        pattern = self.model.attention(self.batch)[self.layer].pattern.float()
+        pattern = self.attention[self.layer].pattern.float()
         error = (pattern.sum(-1) - 1).abs().max().item()
         what = f"rows of the attention pattern are off a sum of 1 by {error:.2g}"
         self.require(error < 1e-2, "patterns sum to 1", what, f"off by {error:.1e}")
 
     def is_causal(self) -> bool:
         """Whether no query sees a later key."""
-        return not self.model.attention(self.batch)[self.layer].pattern.triu(1).any()
+        return not self.attention[self.layer].pattern.triu(1).any()
 
     def closed_form_holds(self) -> bool:
         """Whether the closed form gives one row of all heads as autograd does; a warning, if not.
@@ -139,8 +146,7 @@ class Proof:
 
     def _closed_form_holds(self, layer: int) -> bool:
         model = self.model
-        with matmul_precision("highest"):
-            factors = model.attention(self.batch)[layer].factors
+        factors = self.attention[layer].factors
         if factors is None:
             return False
         passage = ForwardPass(

@@ -27,11 +27,26 @@ class TextReader:
     def encode(self, text: Text, max_length: int | None = None) -> Encoding:
         """Read a text, or a pair of them; with ``max_length`` the first tokens alone."""
         pair = (text,) if isinstance(text, str) else text
-        fast = getattr(self.tokenizer, "is_fast", False)
-        limit = (
-            {"truncation": False} if max_length is None else {"truncation": True, "max_length": max_length}
+        limit = {"truncation": True, "max_length": max_length}
+        return self._read(pair, {"truncation": False} if max_length is None else limit)
+
+    def decoder(self, text: str, start: int, max_length: int | None, context: Encoding) -> Encoding:
+        """What a decoder has said: its first token, then the text without special tokens."""
+        said = self._read((text,), {"add_special_tokens": False})
+        encoding = Encoding(
+            [start, *said.ids],
+            [0, *said.segments],
+            [self.tokenizer.convert_ids_to_tokens(start), *said.tokens],
+            None if said.words is None else [None, *said.words],
+            said.word_labels,
+            context,
         )
-        encoded = self.tokenizer(*pair, verbose=False, return_offsets_mapping=fast, **limit)
+        return encoding if max_length is None else encoding.first(max_length)
+
+    def _read(self, pair: Sequence[str], options: dict[str, Any]) -> Encoding:
+        """What the tokenizer makes of one text or two; labels and words by offsets, where it has them."""
+        fast = getattr(self.tokenizer, "is_fast", False)
+        encoded = self.tokenizer(*pair, verbose=False, return_offsets_mapping=fast, **options)
         ids = list(encoded["input_ids"])
         segments = list(encoded.get("token_type_ids", [0] * len(ids)))
         if not fast:
@@ -43,28 +58,6 @@ class TextReader:
         ]
         words = _numbered(parts, encoded.word_ids(0))
         return Encoding(ids, segments, labels, words, _word_labels(words, parts, offsets, pair, labels))
-
-    def decoder(self, text: str, start: int, max_length: int | None, context: Encoding) -> Encoding:
-        """What a decoder has said: its first token, then the text without special tokens."""
-        fast = getattr(self.tokenizer, "is_fast", False)
-        said = self.tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=fast)
-        ids = list(said["input_ids"])
-        labels = [self._plain_label(token) for token in ids]
-        words = word_labels = None
-        if fast:
-            offsets, parts, pair = said["offset_mapping"], [0] * len(ids), (text,)
-            labels = [self._label(token, 0, span, pair) for token, span in zip(ids, offsets, strict=True)]
-            words = _numbered(parts, said.word_ids(0))
-            word_labels = _word_labels(words, parts, offsets, pair, labels)
-        encoding = Encoding(
-            [start, *ids],
-            [0] * (len(ids) + 1),
-            [self.tokenizer.convert_ids_to_tokens(start), *labels],
-            None if words is None else [None, *words],
-            word_labels,
-            context,
-        )
-        return encoding if max_length is None else encoding.first(max_length)
 
     def _label(self, token: int, part: int | None, span: tuple[int, int], pair: Sequence[str]) -> str:
         """The piece of the text that a token stands for; a special token's own name."""

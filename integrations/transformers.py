@@ -26,6 +26,7 @@ from captum_hta.integrations.layouts import (
     Place,
     knows_projections,
     layout_for,
+    matrix,
     repeated,
     split_weights,
     token_norm,
@@ -76,7 +77,7 @@ class TransformersModel:
         if self.part in ("decoder", "cross"):
             self.num_heads = getattr(config, "decoder_attention_heads", self.num_heads)
         self.d_model = config.hidden_size
-        self.d_head = _inputs(self.places[0].projection) // self.num_heads
+        self.d_head = matrix(self.places[0].projection).shape[1] // self.num_heads
         grouped = None if self.part else getattr(config, "num_key_value_heads", None)
         self.key_heads = grouped or self.num_heads
         self.max_length = _longest(self.base)
@@ -307,12 +308,6 @@ def layout_of(model: Any, part: str | None = None) -> Layout:
     if not isinstance(model, Module) or not hasattr(model, "base_model") or config is None:
         raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
     return layout_for(config, type(model).__name__, part)
-
-
-def _inputs(projection: Module) -> int:
-    """The width that a projection reads."""
-    linear = isinstance(projection, torch.nn.Linear)
-    return projection.weight.shape[1 if linear else 0]
 
 
 def _longest(base: Module) -> int | None:
