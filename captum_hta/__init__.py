@@ -2,6 +2,7 @@
 
 from captum_hta.attribution import HiddenTokenAttribution
 from captum_hta.contributions import Contributions, contributions
+from captum_hta.direction import logit_direction
 from captum_hta.forecast import Size, forecast
 from captum_hta.plan import Plan, Work, plan
 
@@ -14,5 +15,6 @@ __all__ = [
     "Work",
     "contributions",
     "forecast",
+    "logit_direction",
     "plan",
 ]

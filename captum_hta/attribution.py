@@ -13,6 +13,7 @@ from captum.log import log_usage
 from torch import Tensor
 from torch.nn import Module
 
+from captum_hta.direction import check_direction
 from captum_hta.forward_pass import ForwardPass
 from captum_hta.jacobian import Answer, Question, answer
 from captum_hta.norms import check_norm, shares
@@ -121,6 +122,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
         return_standard_error: bool = False,
         way: str | None = None,
         precision: str = "highest",
+        direction: Tensor | list[Tensor] | None = None,
     ) -> Any:
         r"""Attribute the target to the source.
 
@@ -152,6 +154,11 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
             precision (str, optional): Precision of float32 matrix products, ``"highest"``, ``"high"`` or
                 ``"medium"`` as in ``torch.set_float32_matmul_precision``, restored afterwards. Lower
                 ones are faster where the processor has units for them. Default: ``"highest"``.
+            direction (Tensor or list of Tensors, optional): A vector :math:`v` in the space of the target,
+                :math:`r_{ij} = \| v^\top \partial y_j / \partial x_i \|`: how much of ``x_i`` is in what
+                ``y_j`` says along it. ``[d_head]``, ``[head, d_head]`` or ``[batch, head, query, d_head]``;
+                of a target without a head axis ``[width]`` or ``[batch, query, width]``. A list of layers
+                may have a list of them. Default: ``None``, the whole Jacobian.
 
         Returns:
             *Tensor* ``[batch, head, query, key]`` of contributions: rows sum to 1, or are zero where
@@ -170,6 +177,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
         extra = _as_tuple(additional_forward_args)
         _check_inputs(inputs, self.source_layer)
         check_probes(n_probes, tolerance, self.norm, return_standard_error)
+        check_direction(direction, self.norm, n_probes, tolerance, way)
         _check_internal_batch(internal_batch_size)
         answers = []
         with ExitStack() as bars:
@@ -187,6 +195,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
                     num_heads=self.num_heads,
                     neuron_selector=neuron_selector,
                     multiply_by_inputs=self._multiply_by_inputs,
+                    direction=_direction_rows(direction, rows, len(inputs[0])),
                     n_probes=n_probes,
                     tolerance=tolerance,
                     keys=[(seed,)] * len(range(len(inputs[0]))[rows]),
@@ -264,6 +273,14 @@ def _rows(values: tuple[Any, ...], rows: slice, batch: int) -> tuple[Any, ...]:
         value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == batch else value
         for value in values
     )
+
+
+def _direction_rows(direction: Any, rows: slice, batch: int) -> Any:
+    """Those examples of directions that have a batch axis."""
+    if isinstance(direction, list | tuple):
+        return [_direction_rows(one, rows, batch) for one in direction]
+    has_batch = isinstance(direction, Tensor) and direction.dim() >= 3 and len(direction) == batch
+    return direction[rows] if has_batch else direction
 
 
 def _bar(stack: ExitStack) -> Callable[[int], Callable[[int], object]]:

@@ -12,6 +12,7 @@ from captum._utils.progress import NullProgress, progress
 from torch import Tensor
 
 from captum_hta.attention_jacobian import attention_energies
+from captum_hta.direction import check_direction
 from captum_hta.forward_pass import ForwardPass
 from captum_hta.jacobian import Question, answer
 from captum_hta.model import Attention, Batch, Encoding, Model, Text
@@ -138,6 +139,7 @@ class _Setting:
     way: str | None
     precision: str
     key_layers: int | None
+    direction: Tensor | None = None
 
     def entry(self, layer: int) -> int:
         """The block that the source of a layer's target enters; of cross attention, that of the encoder."""
@@ -163,6 +165,7 @@ def contributions(
     way: str | None = None,
     precision: str = "highest",
     truncation: bool = False,
+    direction: Tensor | None = None,
 ) -> Contributions:
     r"""How much of each token is in each head's output, or in each hidden embedding.
 
@@ -190,6 +193,11 @@ def contributions(
             ``torch.set_float32_matmul_precision``.
         truncation: Cut texts that are longer than the model reads, and say so in ``cut``. Default:
             ``False``, they are an error.
+        direction: Vectors :math:`v` in the space of the target, such as
+            :func:`captum_hta.logit_direction` gives: then :math:`r_{ij} = \| v^\top \partial y_j / \partial
+            x_i \|`, how much of a token is in what the target says along it. ``[d_head]``,
+            ``[head, d_head]`` or ``[layer, head, d_head]``, with all layers of the model; for the target
+            ``"layer"`` ``[width]`` or ``[layer, width]``.
 
     Returns:
         The contributions, the model's attention and the tokens.
@@ -208,10 +216,10 @@ def contributions(
         >>> result.tokens[0]
         ['[CLS]', 'The', 'cat', 'sat', '.', '[SEP]']
     """
-    texts = _checked_texts(texts)
+    texts = checked_texts(texts)
     setting = _Setting(
         source, target, _layers(model, layers, source), norm, multiply_by_inputs,
-        n_probes, tolerance, seed, way, precision, model.key_layers,
+        n_probes, tolerance, seed, way, precision, model.key_layers, direction,
     )  # fmt: skip
     _check(model, setting)
     encodings = [encoded(model, text, number, truncation) for number, text in enumerate(texts)]
@@ -339,13 +347,13 @@ def _batch_energies(
             [model.target(layer, setting.target) for layer in layers],
             model.source(entry),
         )
-        answered = answer(passage, _question(model, keys, setting))
+        answered = answer(passage, _question(model, keys, setting, layers))
         found.update(zip(layers, answered.energies, strict=True))
         plans.append(answered.plan)
     return [found[layer] for layer in setting.layers], plans
 
 
-def _question(model: Model, keys: list[tuple[int, ...]], setting: _Setting) -> Question:
+def _question(model: Model, keys: list[tuple[int, ...]], setting: _Setting, layers: list[int]) -> Question:
     return Question(
         norm=setting.norm,
         num_heads=model.num_heads if setting.target == "head" else None,
@@ -355,13 +363,23 @@ def _question(model: Model, keys: list[tuple[int, ...]], setting: _Setting) -> Q
         keys=keys,
         way=setting.way,
         precision=setting.precision,
+        direction=_directions(setting, layers),
     )
+
+
+def _directions(setting: _Setting, layers: list[int]) -> list[Tensor] | None:
+    """For each of the layers its directions."""
+    if setting.direction is None:
+        return None
+    has_layers = setting.direction.dim() == (3 if setting.target == "head" else 2)
+    return [setting.direction[layer] if has_layers else setting.direction for layer in layers]
 
 
 def _has_closed_form(attention: list[Attention], setting: _Setting) -> bool:
     """Whether the closed form gives what is asked, at least as exactly and for less."""
     valid = (
         setting.norm == "frobenius"
+        and setting.direction is None
         and setting.target == "head"
         and setting.key_layers is None
         and all(setting.entry(layer) == layer for layer in setting.layers)
@@ -387,7 +405,13 @@ def _closed_form(attention: list[Attention], setting: _Setting) -> tuple[list[En
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def _checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
+def checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
+    """Texts as a list of strings and pairs.
+
+    Raises:
+        ValueError: If there is none.
+        TypeError: If one is neither a string nor a pair of strings.
+    """
     if isinstance(texts, str):
         texts = [texts]
     if not isinstance(texts, Iterable):
@@ -514,3 +538,20 @@ def _check(model: Model, setting: _Setting) -> None:
         raise ValueError(f"target must be 'head' or 'layer', got {setting.target!r}")
     check_norm(setting.norm)
     check_probes(setting.n_probes, setting.tolerance, setting.norm)
+    check_direction(setting.direction, setting.norm, setting.n_probes, setting.tolerance, setting.way)
+    _check_direction(model, setting)
+
+
+def _check_direction(model: Model, setting: _Setting) -> None:
+    direction = setting.direction
+    if direction is None:
+        return
+    if not isinstance(direction, Tensor):
+        raise TypeError(f"direction must be a tensor or None, got {type(direction).__name__}")
+    whole = (model.num_layers, model.d_model)
+    if setting.target == "head":
+        whole = (model.num_layers, model.num_heads, model.d_head)
+    shapes = [list(whole[start:]) for start in range(len(whole))]
+    if list(direction.shape) not in shapes:
+        wanted = " or ".join(map(str, reversed(shapes)))
+        raise ValueError(f"direction is {list(direction.shape)}, but this target takes {wanted}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from captum_hta.agreement import agrees, has_path
+from captum_hta.direction import directions_for
 from captum_hta.forward import forward_energies
 from captum_hta.forward_pass import ForwardPass, NoPathError
 from captum_hta.linearization import Linearization
@@ -36,6 +37,8 @@ class Question:
         num_heads: Parts of a target ``[batch, position, width]``; ``None``: one, without a head axis.
         neuron_selector: Query positions, as :func:`captum_hta.request.query_positions` takes them.
         multiply_by_inputs: Scale column ``d`` of a block by ``x_i[d]``.
+        direction: Multiply blocks by vectors from the left, as :func:`captum_hta.direction.directions_for`
+            takes them; ``None``: whole blocks.
         n_probes: Probes of each source token, or ``None`` for an exact result.
         tolerance: Standard error at which to stop adding probes.
         keys: For each example the integers that name its stream of probes.
@@ -49,6 +52,7 @@ class Question:
     num_heads: int | None = None
     neuron_selector: Any = None
     multiply_by_inputs: bool = False
+    direction: Tensor | Sequence[Tensor] | None = None
     n_probes: int | None = None
     tolerance: float | None = None
     keys: Sequence[tuple[int, ...]] = ((0,),)
@@ -95,7 +99,7 @@ def answer(passage: ForwardPass, question: Question) -> Answer:
 
 
 def _answered(passage: ForwardPass, question: Question) -> Answer:
-    if question.way == "reverse" and not question.estimated:
+    if question.direction is not None or (question.way == "reverse" and not question.estimated):
         return _reverse(passage, question)
     try:
         derivative, sources, targets = passage.linearize()
@@ -224,7 +228,20 @@ def _request(
         for layer, target in zip(passage.layers, targets, strict=True)
     ]
     request = Request(question.norm, [count or 1 for count in heads], queries, question.multiply_by_inputs)
+    if question.direction is not None:
+        request = replace(request, directions=_directions(question.direction, request, targets))
     return request, [count is not None for count in heads]
+
+
+def _directions(
+    direction: Tensor | Sequence[Tensor], request: Request, targets: Sequence[Tensor]
+) -> list[Tensor]:
+    shapes = []
+    for target, heads in zip(targets, request.heads, strict=True):
+        batch, positions, width = joined_heads(target).shape
+        queries = positions if request.queries is None else len(request.queries)
+        shapes.append((batch, heads, queries, width // heads))
+    return directions_for(direction, shapes, targets[0])
 
 
 def _heads(name: str, target: Tensor, num_heads: int | None) -> int | None:
@@ -272,6 +289,7 @@ def _work(
         pull_flops=pull_flops,
         tangent_bytes=widest * sources[0].element_size(),
         norm=question.norm,
+        along_direction=question.direction is not None,
         preparation_flops=preparation,
         preparation_bytes=kept,
         n_probes=n_probes,

@@ -96,10 +96,44 @@ class Attention:
     Attributes:
         pattern: ``[batch, head, query, key]``, after the softmax.
         factors: What the closed form needs, or ``None`` where it does not hold.
+        value: ``[batch, head, key, d_head]``, which the pattern is multiplied by; ``None`` where the model
+            does not show it.
     """
 
     pattern: Tensor
     factors: AttentionFactors | None = None
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OutputProjection:
+    """How a block adds what its heads say to its input: ``norm(x + sum_h z_h W_h + b)``.
+
+    Attributes:
+        weight: ``[head, d_head, width]``.
+        bias: ``[width]``, or ``None``.
+        norm: The LayerNorm of the sum, in a post-LN block; ``None`` in a pre-LN block.
+        residual: Whether the sum is as above; not so where heads' outputs are normalised on their own
+            before.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    norm: Module | None = None
+    residual: bool = True
+
+
+@dataclass(frozen=True)
+class Unembedding:
+    """How the last hidden embedding becomes logits: ``norm(x) W^T``.
+
+    Attributes:
+        weight: ``[token, width]``.
+        norm: The final norm, or ``None``.
+    """
+
+    weight: Tensor
+    norm: Module | None = None
 
 
 class Model(Protocol):
@@ -157,3 +191,33 @@ class Model(Protocol):
 
     def attention(self, batch: Batch) -> list[Attention]:
         """What every layer's attention does, from one forward pass."""
+
+    def output_projection(self, layer: int) -> OutputProjection:
+        """What becomes of the heads' outputs of block ``layer``."""
+
+    @property
+    def unembedding(self) -> Unembedding:
+        """How the last hidden embedding becomes logits.
+
+        Raises:
+            ValueError: If the model has no logits of tokens, or more than a norm lies before them.
+        """
+
+    def logits(self, *args: Any) -> Tensor:
+        """What the model's head gives for ``(*batch.inputs, *batch.extra)``: ``[batch, position, token]``,
+        or ``[batch, class]``.
+
+        Raises:
+            ValueError: If it has none.
+        """
+
+    def token(self, text: str) -> int:
+        """The one token that a text is.
+
+        Raises:
+            ValueError: If it is none, or several.
+        """
+
+    @property
+    def mask_token(self) -> int | None:
+        """The token that stands for a hidden one, if there is such a token."""

@@ -37,6 +37,7 @@ class Work:
         preparation_flops: Operations before the first tangent.
         preparation_bytes: Bytes that they leave behind for all tangents.
         norm: The norm asked for.
+        along_direction: Whether one vector of each head is asked for, instead of all its components.
         n_probes: Probes per source token; ``None`` for an exact result.
         closed_form: Operations of the closed form, where it holds.
         device: Where the model runs.
@@ -53,6 +54,7 @@ class Work:
     preparation_flops: float = 0.0
     preparation_bytes: float = 0.0
     norm: str = "frobenius"
+    along_direction: bool = False
     n_probes: int | None = None
     closed_form: float | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -60,7 +62,8 @@ class Work:
     @property
     def cotangents(self) -> list[int]:
         """Cotangents of each target in the reverse way: one a component, or one a head for sums."""
-        rows = [self.heads if self.norm == "sum" else width for width in self.target_widths]
+        summed = self.norm == "sum" or self.along_direction
+        rows = [self.heads if summed else width for width in self.target_widths]
         return [self.queries * count for count in rows]
 
 

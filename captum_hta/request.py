@@ -22,6 +22,8 @@ class Request:
         heads: For each target the number of equal parts of its width.
         queries: Query positions ``[query]``, or ``None`` for all.
         multiply_by_inputs: Scale column ``d`` of a block by ``x_i[d]``.
+        directions: For each target vectors ``[batch, head, query, d_head]`` that its blocks are multiplied
+            by from the left; ``None``: whole blocks.
         advance: Called with the number of tangents or cotangents that have been carried.
     """
 
@@ -29,6 +31,7 @@ class Request:
     heads: Sequence[int]
     queries: Tensor | None = None
     multiply_by_inputs: bool = False
+    directions: Sequence[Tensor] | None = None
     advance: Callable[[int], object] = _no_progress
 
     def select(self, positions: Tensor, target: int) -> Tensor:

@@ -44,7 +44,8 @@ def reverse_energies(
     """
     columns = []
     for number, target in enumerate(targets):
-        rows = _Rows(joined_heads(target), request, request.heads[number])
+        direction = None if request.directions is None else request.directions[number]
+        rows = _Rows(joined_heads(target), request, request.heads[number], direction)
         found = rows.pull_back(sources, chunk)
         if found is None:
             raise passage.no_path(passage.layers[number])
@@ -54,14 +55,19 @@ def reverse_energies(
 
 class _Rows:
     """The rows of the Jacobian of one target ``[batch, position, width]``, numbered by query, head and
-    component; with the norm ``"sum"`` a head has a single row, the sum of its components.
+    component. With the norm ``"sum"`` or along a direction ``[batch, head, query, d_head]``, a head has a
+    single row: a weighted sum of its components.
     """
 
-    def __init__(self, target: Tensor, request: Request, heads: int) -> None:
+    def __init__(self, target: Tensor, request: Request, heads: int, direction: Tensor | None) -> None:
         self.target, self.request, self.heads = target, request, heads
         positions = torch.arange(target.shape[1], device=target.device)
         self.queries = positions if request.queries is None else request.queries
-        self.components = 1 if request.norm == "sum" else target.shape[2] // heads
+        width = target.shape[2] // heads
+        if request.norm == "sum":
+            direction = target.new_ones(()).expand(len(target), heads, len(self.queries), width)
+        self.direction = direction
+        self.components = width if direction is None else 1
 
     def pull_back(self, sources: Sequence[Tensor], chunk: int) -> list[Energy] | None:
         """The energies for each source, or ``None`` if no source reaches the target."""
@@ -87,14 +93,16 @@ class _Rows:
         return torch.arange(rows, device=self.target.device).split(chunk)
 
     def _cotangents(self, rows: Tensor) -> Tensor:
-        """``[row, *target.shape]``: one at the row's component, for every example of the batch."""
+        """``[row, *target.shape]``: one at the row's component, or the weights of its sum, for every example
+        of the batch.
+        """
         out = self.target.new_zeros(len(rows), *self.target.shape)
         parts = out.unflatten(-1, (self.heads, -1))
         numbers = torch.arange(len(rows), device=rows.device)
         blocks = rows // self.components
         query, head = self.queries[blocks // self.heads], blocks % self.heads
-        if self.request.norm == "sum":
-            parts[numbers, :, query, head] = 1
+        if self.direction is not None:
+            parts[numbers, :, query, head] = self.direction[:, head, blocks // self.heads].transpose(0, 1)
         else:
             parts[numbers, :, query, head, rows % self.components] = 1
         return out

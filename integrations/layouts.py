@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ class Layout:
         causal: Whether queries see no later keys.
         gated: Whether the feed-forward part has a gate.
         memory: Of an encoder, the module that gives what a decoder reads; ``None``: its last block.
+        sum_norm: The module of a post-LN block that normalises the sum of its input and what its heads
+            say; ``None`` in a pre-LN block.
+        residual: Whether what heads say is added to the block's input as it is.
+        final_norm: The module of the base model behind its last block; ``None``: there is none.
     """
 
     blocks: str
@@ -43,6 +47,9 @@ class Layout:
     causal: bool = False
     gated: bool = False
     memory: str | None = None
+    sum_norm: str | None = None
+    residual: bool = True
+    final_norm: str | None = None
 
     def places(self, base: Module) -> list[Place]:
         """The blocks of a model in the order in which it runs them."""
@@ -88,44 +95,57 @@ class Place:
 
 
 _BERT = Layout(
-    "encoder.layer", "attention.self", "attention.output.dense", ("query", "key", "value")
+    "encoder.layer",
+    "attention.self",
+    "attention.output.dense",
+    ("query", "key", "value"),
+    sum_norm="attention.output.LayerNorm",
 )  # post-LN, as of Devlin et al. 2019
 _LLAMA = Layout(
     "layers", "self_attn", "self_attn.o_proj", ("q_proj", "k_proj", "v_proj"),
-    norm="input_layernorm", causal=True, gated=True,
+    norm="input_layernorm", causal=True, gated=True, final_norm="norm",
 )  # fmt: skip
-_WITHOUT_CLOSED_FORM = Layout("layers", "self_attn", "self_attn.o_proj", causal=True, gated=True)
+_WITHOUT_CLOSED_FORM = Layout(
+    "layers", "self_attn", "self_attn.o_proj", causal=True, gated=True, final_norm="norm"
+)
 
 LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _BERT),
     "albert": SharedLayout(
-        "encoder.albert_layer_groups", "attention", "attention.dense", ("query", "key", "value")
+        "encoder.albert_layer_groups", "attention", "attention.dense", ("query", "key", "value"),
+        sum_norm="attention.LayerNorm",
     ),
     "distilbert": Layout(
-        "transformer.layer", "attention", "attention.out_lin", ("q_lin", "k_lin", "v_lin")
+        "transformer.layer", "attention", "attention.out_lin", ("q_lin", "k_lin", "v_lin"),
+        sum_norm="sa_layer_norm",
     ),
-    "deberta-v2": Layout("encoder.layer", "attention.self", "attention.output.dense"),
+    "deberta-v2": Layout(
+        "encoder.layer", "attention.self", "attention.output.dense",
+        sum_norm="attention.output.LayerNorm",
+    ),
     "gpt2": Layout(
-        "h", "attn", "attn.c_proj", ("c_attn",), joined="parts", norm="ln_1", causal=True
+        "h", "attn", "attn.c_proj", ("c_attn",), joined="parts", norm="ln_1", causal=True,
+        final_norm="ln_f",
     ),
     "gpt_neox": Layout(
         "layers", "attention", "attention.dense", ("query_key_value",), joined="heads",
-        norm="input_layernorm", causal=True,
+        norm="input_layernorm", causal=True, final_norm="final_layer_norm",
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
     "gemma": Layout(
         "layers", "self_attn", "self_attn.o_proj", ("q_proj", "k_proj", "v_proj"),
-        norm="input_layernorm", unit_offset=True, causal=True, gated=True,
+        norm="input_layernorm", unit_offset=True, causal=True, gated=True, final_norm="norm",
     ),
     "phi": Layout(
         "layers", "self_attn", "self_attn.dense", ("q_proj", "k_proj", "v_proj"),
-        norm="input_layernorm", causal=True,
+        norm="input_layernorm", causal=True, final_norm="final_layernorm",
     ),
     "phi3": Layout(
         "layers", "self_attn", "self_attn.o_proj", ("qkv_proj",), joined="parts",
-        norm="input_layernorm", causal=True, gated=True,
+        norm="input_layernorm", causal=True, gated=True, final_norm="norm",
     ),
-    **dict.fromkeys(("qwen3", "gemma2", "gemma3_text"), _WITHOUT_CLOSED_FORM),
+    "qwen3": _WITHOUT_CLOSED_FORM,
+    **dict.fromkeys(("gemma2", "gemma3_text"), replace(_WITHOUT_CLOSED_FORM, residual=False)),
 }  # fmt: skip
 """Model types with their layouts. Scores that are normalised (Qwen3, Gemma 3), capped (Gemma 2) or
 disentangled (DeBERTa) have no closed form here."""
@@ -137,26 +157,38 @@ _T5 = {
     ),
     "decoder": Layout(
         "decoder.block", "layer.0.SelfAttention", "layer.0.SelfAttention.o", ("q", "k", "v"),
-        norm="layer.0.layer_norm", causal=True,
+        norm="layer.0.layer_norm", causal=True, final_norm="decoder.final_layer_norm",
     ),
-    "cross": Layout("decoder.block", "layer.1.EncDecAttention", "layer.1.EncDecAttention.o"),
+    "cross": Layout(
+        "decoder.block", "layer.1.EncDecAttention", "layer.1.EncDecAttention.o",
+        final_norm="decoder.final_layer_norm",
+    ),
 }  # fmt: skip
 
 
-def _bart(norm: str | None, memory: str | None) -> dict[str, Layout]:
-    """Of Lewis et al. 2020 and its kin, with or without norms before the sublayers."""
+def _bart(pre_norm: bool) -> dict[str, Layout]:
+    """Of Lewis et al. 2020 and its kin, with norms before or behind the sublayers."""
     names = ("self_attn", "self_attn.out_proj", ("q_proj", "k_proj", "v_proj"))
+    cross = ("encoder_attn", "encoder_attn.out_proj")
+    if not pre_norm:
+        norm = {"sum_norm": "self_attn_layer_norm"}
+        return {
+            "encoder": Layout("encoder.layers", *names, **norm),
+            "decoder": Layout("decoder.layers", *names, causal=True, **norm),
+            "cross": Layout("decoder.layers", *cross, sum_norm="encoder_attn_layer_norm"),
+        }
+    norm, last = {"norm": "self_attn_layer_norm"}, "decoder.layer_norm"
     return {
-        "encoder": Layout("encoder.layers", *names, norm=norm, memory=memory),
-        "decoder": Layout("decoder.layers", *names, norm=norm, causal=True),
-        "cross": Layout("decoder.layers", "encoder_attn", "encoder_attn.out_proj"),
+        "encoder": Layout("encoder.layers", *names, memory="encoder.layer_norm", **norm),
+        "decoder": Layout("decoder.layers", *names, causal=True, final_norm=last, **norm),
+        "cross": Layout("decoder.layers", *cross, final_norm=last),
     }
 
 
 PARTS: dict[str, dict[str, Layout]] = {
     "t5": _T5,
-    "bart": _bart(None, None),
-    "mbart": _bart("self_attn_layer_norm", "encoder.layer_norm"),
+    "bart": _bart(pre_norm=False),
+    "mbart": _bart(pre_norm=True),
 }
 """The same for the parts of an encoder-decoder: its encoder, the self-attention of its decoder, and the cross
 attention of its decoder to what the encoder gives."""

@@ -72,7 +72,7 @@ class Proof:
         self._check_shapes(values)
         self._check_places(values)
         self._check_change(values["head"])
-        self._check_patterns()
+        self._check_patterns(values["head"])
 
     def values(self, read: dict[str, Module | Site] | None = None) -> dict[str, Tensor]:
         """The source and the targets of the block, the source of the next one, and what is read."""
@@ -123,11 +123,17 @@ class Proof:
         what = "a change at the source does not reach the head target"
         self.require(not torch.equal(changed, z), "source reaches the heads", what)
 
-    def _check_patterns(self) -> None:
-        pattern = self.attention[self.layer].pattern.float()
+    def _check_patterns(self, z: Tensor) -> None:
+        pattern, value = self.attention[self.layer].pattern.float(), self.attention[self.layer].value
         error = (pattern.sum(-1) - 1).abs().max().item()
         what = f"rows of the attention pattern are off a sum of 1 by {error:.2g}"
         self.require(error < 1e-2, "patterns sum to 1", what, f"off by {error:.1e}")
+        if value is None:
+            return
+        given = (pattern @ value.float()).transpose(1, 2).flatten(2)
+        error = ((given - z.flatten(2)).abs().max() / z.abs().max()).item()
+        what = f"patterns times values are off the heads' outputs by {error:.2g}"
+        self.require(error < 2e-2, "patterns times values are the heads", what, f"off by {error:.1e}")
 
     def is_causal(self) -> bool:
         """Whether no query sees a later key."""
@@ -215,6 +221,22 @@ def is_untouched(modules: Iterable[Module], own: tuple[str, ...]) -> bool:
 
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+def no_logits(name: str, architecture: str) -> str:
+    """What to say where logits are asked of a model without a head."""
+    return (
+        f"{name} ({architecture}) has no logits: load a class with a head, such as a ...ForCausalLM, or "
+        "leave out what asks for a logit"
+    )
+
+
+def encoder_logits(name: str) -> str:
+    """What to say where a direction of a token is asked of an encoder."""
+    return (
+        f"{name} is an encoder: more than a norm lies between its last hidden embedding and its logits, so "
+        "no direction stands for a token; use a decoder"
+    )
 
 
 def require_weights(name: str, model: Module) -> None:

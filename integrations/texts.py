@@ -43,6 +43,20 @@ class TextReader:
         )
         return encoding if max_length is None else encoding.first(max_length)
 
+    def token(self, text: str) -> int:
+        """The one token that a text is.
+
+        Raises:
+            ValueError: If it is none, or several.
+        """
+        ids = self._read((text,), {"add_special_tokens": False}).ids
+        if len(ids) != 1:
+            raise ValueError(
+                f"{text!r} is {len(ids)} tokens, but one is needed: pass one token (many begin with a "
+                "blank), or its id"
+            )
+        return ids[0]
+
     def _read(self, pair: Sequence[str], options: dict[str, Any]) -> Encoding:
         """What the tokenizer makes of one text or two; labels and words by offsets, where it has them."""
         fast = getattr(self.tokenizer, "is_fast", False)

@@ -18,12 +18,19 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forecast import Size
 from captum_hta.forward_pass import Site, observed
-from captum_hta.integrations.layouts import layout_for
+from captum_hta.integrations.layouts import layout_for, matrix, repeated
 from captum_hta.integrations.loading import demo_path, load_pretrained, load_tokenizer
-from captum_hta.integrations.proof import Proof, is_untouched, require_eval, require_weights
+from captum_hta.integrations.proof import (
+    Proof,
+    encoder_logits,
+    is_untouched,
+    no_logits,
+    require_eval,
+    require_weights,
+)
 from captum_hta.integrations.texts import TextReader
 from captum_hta.integrations.transformers import TransformersModel
-from captum_hta.model import Attention, Batch, Check, Encoding, Text
+from captum_hta.model import Attention, Batch, Check, Encoding, OutputProjection, Text, Unembedding
 
 HOOKS = {"head": "blocks.{}.attn.hook_z", "layer": "blocks.{}.hook_out"}
 
@@ -127,8 +134,11 @@ class TransformerLensModel:
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Any:
         """Run the bridge on token ids ``[batch, position]``."""
+        return self._run(None, ids, mask, segments)
+
+    def _run(self, wanted: str | None, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Any:
         options = {} if segments is None or not self._has_segments else {"token_type_ids": segments}
-        return self.bridge(ids, attention_mask=mask, return_type=None, **options)
+        return self.bridge(ids, attention_mask=mask, return_type=wanted, **options)
 
     @property
     def _has_segments(self) -> bool:
@@ -150,10 +160,10 @@ class TransformerLensModel:
     def attention(self, batch: Batch) -> list[Attention]:
         """What every layer's attention does, from one forward pass."""
         self._require_eval()
-        wanted = ["attn.hook_pattern"]
+        wanted = ["attn.hook_pattern", "attn.hook_v"]
         closed = [self._closed_form and self._unhooked(layer) for layer in range(self.num_layers)]
         if any(closed):
-            wanted += ["hook_in", "attn.hook_q", "attn.hook_k", "attn.hook_v"]
+            wanted += ["hook_in", "attn.hook_q", "attn.hook_k"]
         names = [f"blocks.{layer}.{name}" for layer in range(self.num_layers) for name in wanted]
         kept = self._observe(names, batch)
         return [self._attention(layer, kept, closed[layer]) for layer in range(self.num_layers)]
@@ -165,14 +175,19 @@ class TransformerLensModel:
                 f"{self.architecture} gives no attention pattern in block {layer}: it must run eager "
                 'attention, as after model.set_attn_implementation("eager")'
             )
-        return Attention(pattern, self._factors(layer, pattern, kept) if closed else None)
+        value = kept.get(f"blocks.{layer}.attn.hook_v")
+        value = None if value is None else repeated(self._split(value), self.num_heads, 1)
+        return Attention(pattern, self._factors(layer, pattern, kept) if closed else None, value)
+
+    def _split(self, value: Tensor) -> Tensor:
+        """``[batch, head, token, d_head]`` of what hook points of queries, keys and values give."""
+        return value.reshape(*value.shape[:2], -1, self.d_head).transpose(1, 2)
 
     def _factors(self, layer: int, pattern: Tensor, kept: dict[str, Tensor]) -> AttentionFactors:
         """The closed form's view of a post-LN block: projections read the block's input itself."""
 
         def split(name: str) -> Tensor:
-            value = kept[f"blocks.{layer}.attn.hook_{name}"]
-            return value.reshape(*value.shape[:2], self.num_heads, self.d_head).transpose(1, 2)
+            return self._split(kept[f"blocks.{layer}.attn.hook_{name}"])
 
         def weight(name: str) -> Tensor:
             linear = getattr(self.bridge.blocks[layer].attn, name)
@@ -189,6 +204,54 @@ class TransformerLensModel:
             key_weight=weight("k"),
             value_weight=weight("v"),
         )
+
+    def output_projection(self, layer: int) -> OutputProjection:
+        """What becomes of the heads' outputs of block ``layer``."""
+        block = self.bridge.blocks[layer]
+        projection = block.attn.o.original_component
+        return OutputProjection(
+            matrix(projection).unflatten(1, (self.num_heads, self.d_head)).permute(1, 2, 0),
+            projection.bias,
+            block.ln1.original_component if self.architecture in _POST_NORM else None,
+            not hasattr(block, "ln1_post"),
+        )
+
+    @property
+    def unembedding(self) -> Unembedding:
+        """How the last hidden embedding becomes logits.
+
+        Raises:
+            ValueError: If the bridge has no logits of tokens, or more than a norm lies before them.
+        """
+        if not hasattr(self.bridge, "unembed"):
+            raise ValueError(no_logits(self.name, self.architecture))
+        if self.architecture in _POST_NORM:
+            raise ValueError(encoder_logits(self.name))
+        weight = self.bridge.unembed.original_component.weight.detach()
+        return Unembedding(weight, getattr(self.bridge, "ln_final", None))
+
+    def logits(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        """What the bridge's head gives for token ids ``[batch, position]``.
+
+        Raises:
+            ValueError: If it has none.
+        """
+        if not hasattr(self.bridge, "unembed"):
+            raise ValueError(no_logits(self.name, self.architecture))
+        return self._run("logits", ids, mask, segments)
+
+    def token(self, text: str) -> int:
+        """The one token that a text is.
+
+        Raises:
+            ValueError: If it is none, or several.
+        """
+        return self.reader.token(text)
+
+    @property
+    def mask_token(self) -> int | None:
+        """The token that stands for a hidden one, if there is such a token."""
+        return getattr(self.tokenizer, "mask_token_id", None)
 
     def _observe(self, names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
         """The values of hook points in a forward pass."""

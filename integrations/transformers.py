@@ -31,9 +31,16 @@ from captum_hta.integrations.layouts import (
     split_weights,
     token_norm,
 )
-from captum_hta.integrations.proof import Proof, is_untouched, require_eval, require_weights
+from captum_hta.integrations.proof import (
+    Proof,
+    encoder_logits,
+    is_untouched,
+    no_logits,
+    require_eval,
+    require_weights,
+)
 from captum_hta.integrations.texts import TextReader
-from captum_hta.model import Attention, Batch, Encoding, Text
+from captum_hta.model import Attention, Batch, Encoding, OutputProjection, Text, Unembedding
 
 OBSERVED = "captum_hta_observed"
 """Name of the attention function that keeps what it is called with."""
@@ -171,9 +178,10 @@ class TransformersModel:
         ``others`` are segments, or what the encoder of a decoder reads and its mask.
         """
         with _SWITCH:
-            return self._forward(ids, mask, *others)
+            return self._run(self.base, ids, mask, *others)
 
-    def _forward(self, ids: Tensor, mask: Tensor | None, *others: Tensor | None) -> Any:
+    def _run(self, model: Module, ids: Tensor, mask: Tensor | None = None, *others: Tensor | None) -> Any:
+        """Run the base model, or the one around it that has a head."""
         if self.part == "encoder" and hasattr(self.base, "decoder"):
             return self.base.encoder(input_ids=ids, attention_mask=mask)
         options: dict[str, Any] = {"attention_mask": mask}
@@ -181,13 +189,13 @@ class TransformersModel:
             options["use_cache"] = False
         if self.part in ("decoder", "cross"):
             read, read_mask = others
-            return self.base(
+            return model(
                 input_ids=read, decoder_input_ids=ids, decoder_attention_mask=mask,
                 **(options | {"attention_mask": read_mask}),
             )  # fmt: skip
         if "token_type_ids" in self._parameters and getattr(self.base.config, "type_vocab_size", 0) > 1:
             (options["token_type_ids"],) = others or (None,)
-        return self.base(input_ids=ids, **options)
+        return model(input_ids=ids, **options)
 
     def source(self, layer: int) -> Site:
         """What enters block ``layer``; of cross attention, that of the encoder, or what it gives."""
@@ -219,7 +227,8 @@ class TransformersModel:
     def _attention(self, place: Place, seen: _Seen, x: Tensor) -> Attention:
         known = self._closed_form and seen.plain and _unhooked(place.block)
         known = known and knows_projections(self.layout, place.attention)
-        return Attention(seen.pattern, self._factors(place, seen, x) if known else None)
+        value = None if seen.value is None else repeated(seen.value, self.num_heads, 1)
+        return Attention(seen.pattern, self._factors(place, seen, x) if known else None, value)
 
     def _factors(self, place: Place, seen: _Seen, x: Tensor) -> AttentionFactors:
         query_weight, key_weight, value_weight = split_weights(
@@ -242,6 +251,53 @@ class TransformersModel:
             query_map=rotation,
             key_map=rotation,
         )
+
+    def output_projection(self, layer: int) -> OutputProjection:
+        """What becomes of the heads' outputs of block ``layer``."""
+        place, norm = self.places[layer], self.layout.sum_norm
+        weight = matrix(place.projection).unflatten(1, (self.num_heads, self.d_head)).permute(1, 2, 0)
+        norm = None if norm is None else place.block.get_submodule(norm)
+        return OutputProjection(weight, place.projection.bias, norm, self.layout.residual)
+
+    @property
+    def unembedding(self) -> Unembedding:
+        """How the last hidden embedding becomes logits.
+
+        Raises:
+            ValueError: If the model has no logits of tokens, or more than a norm lies before them.
+        """
+        head = self.model.get_output_embeddings()
+        if head is None or self.part == "encoder":
+            raise ValueError(no_logits(self.name, self.architecture))
+        if not self.layout.causal and self.part != "cross":
+            raise ValueError(encoder_logits(self.name))
+        norm = self.layout.final_norm
+        return Unembedding(head.weight.detach(), None if norm is None else self.base.get_submodule(norm))
+
+    def logits(self, *args: Any) -> Tensor:
+        """What the model's head gives for ``(*batch.inputs, *batch.extra)``.
+
+        Raises:
+            ValueError: If it has none.
+        """
+        with _SWITCH:
+            found = getattr(self._run(self.model, *args), "logits", None)
+        if found is None:
+            raise ValueError(no_logits(self.name, self.architecture))
+        return found
+
+    def token(self, text: str) -> int:
+        """The one token that a text is.
+
+        Raises:
+            ValueError: If it is none, or several.
+        """
+        return self.reader.token(text)
+
+    @property
+    def mask_token(self) -> int | None:
+        """The token that stands for a hidden one, if there is such a token."""
+        return getattr(self.tokenizer, "mask_token_id", None)
 
     def _observe(self, batch: Batch) -> tuple[list[_Seen], list[Tensor]]:
         """What the attention of each block was called with, and what entered the block."""
