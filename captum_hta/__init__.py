@@ -1,8 +1,10 @@
 """Hidden Token Attribution: how much of each token is in what each attention head of a transformer says."""
 
 from captum_hta.attribution import HiddenTokenAttribution
+from captum_hta.comparison import compare
 from captum_hta.contributions import Contributions, contributions
 from captum_hta.direction import logit_direction
+from captum_hta.faithfulness import faithfulness
 from captum_hta.forecast import Size, forecast
 from captum_hta.plan import Plan, Work, plan
 
@@ -13,7 +15,9 @@ __all__ = [
     "Plan",
     "Size",
     "Work",
+    "compare",
     "contributions",
+    "faithfulness",
     "forecast",
     "logit_direction",
     "plan",

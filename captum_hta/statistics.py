@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
+from scipy.spatial import distance
 
 Array = NDArray[np.float64]
 ROUNDING = 1e-12
@@ -36,9 +37,61 @@ def row_correlations(first: Array, second: Array) -> tuple[Array, Array]:
     if first.shape[-1] < SHORTEST_ROW:
         undefined = np.full(first.shape[:-1], np.nan)
         return undefined, undefined.copy()
-    varied = _varies(first) & _varies(second)
+    varied = _varies(first) & _varies(second)  # which NaN does not
     ranks = stats.rankdata(first, axis=-1), stats.rankdata(second, axis=-1)
     return _pearson(first, second, varied), _pearson(*ranks, varied)
+
+
+def row_agreement(first: Array, second: Array, top: int = 3) -> dict[str, Array]:
+    """How far the rows of two arrays agree, by several measures.
+
+    Args:
+        first: ``[layer, head, query, key]``.
+        second: Of the same shape.
+        top: Keys that the overlap looks at.
+
+    Returns:
+        For each of :data:`MEASURES` an array ``[layer, head, query]``: correlations as
+        :func:`row_correlations`; Kendall's tau-b; the share of the ``top`` largest keys that are the same;
+        the Jensen-Shannon distance (base 2) of the rows' absolute values as distributions. NaN where a row is
+        constant, shorter than :data:`SHORTEST_ROW`, or holds NaN.
+    """
+    pearson, spearman = row_correlations(first, second)
+    undefined = np.isnan(pearson)
+    rest = {
+        "kendall": np.stack([_kendall(a, b) for a, b in zip(first, second, strict=True)]),
+        "top_overlap": _top_overlap(first, second, top),
+        "jensen_shannon": _jensen_shannon(first, second),
+    }
+    return {"pearson": pearson, "spearman": spearman} | {
+        name: np.where(undefined, np.nan, values) for name, values in rest.items()
+    }
+
+
+MEASURES = ("pearson", "spearman", "kendall", "top_overlap", "jensen_shannon")
+"""What :func:`row_agreement` gives."""
+
+
+def _kendall(first: Array, second: Array) -> Array:
+    """Tau-b of each row, by the signs of all pairs of keys (scipy's function takes one row at a time)."""
+    one, two = (
+        np.sign(rows[..., :, None] - rows[..., None, :]).astype(np.float32) for rows in (first, second)
+    )
+    together = np.einsum("...ij,...ij->...", one, two)
+    pairs = np.einsum("...ij,...ij->...", one, one) * np.einsum("...ij,...ij->...", two, two)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return together / np.sqrt(pairs)
+
+
+def _top_overlap(first: Array, second: Array, top: int) -> Array:
+    top = min(top, first.shape[-1])
+    one, two = (np.argsort(-rows, axis=-1, kind="stable")[..., :top] for rows in (first, second))
+    return (one[..., :, None] == two[..., None, :]).any(-1).mean(-1)
+
+
+def _jensen_shannon(first: Array, second: Array) -> Array:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return distance.jensenshannon(np.abs(first), np.abs(second), base=2, axis=-1)
 
 
 def _pearson(first: Array, second: Array, varied: NDArray[np.bool_]) -> Array:
@@ -47,6 +100,17 @@ def _pearson(first: Array, second: Array, varied: NDArray[np.bool_]) -> Array:
     if varied.any():
         result[varied] = stats.pearsonr(first[varied], second[varied], axis=-1).statistic
     return result
+
+
+def standard_ranks(values: Array) -> Array:
+    """Rows ``[..., key]`` as ranks of mean zero and length one, so that their products are Spearman's
+    correlations; NaN where a row is constant, shorter than :data:`SHORTEST_ROW`, or holds NaN.
+    """
+    ranks = stats.rankdata(values, axis=-1)
+    ranks = ranks - ranks.mean(-1, keepdims=True)
+    length = np.linalg.norm(ranks, axis=-1, keepdims=True)
+    defined = _varies(values)[..., None] & (values.shape[-1] >= SHORTEST_ROW)
+    return np.divide(ranks, length, out=np.full_like(ranks, np.nan), where=defined)
 
 
 def _varies(rows: Array) -> NDArray[np.bool_]:

@@ -51,7 +51,7 @@ def silent() -> Circuit:
     change of it makes it something.
     """
     s = spaces()
-    threshold = torch.zeros(WIDTH).double()
+    threshold = torch.full((WIDTH,), 0.5).double()
     threshold[0] = 10.0
     nothing = torch.zeros(1, WIDTH, LETTERS)
     bias = torch.tensor([27.0, 1, 1, 1]).double().log()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_hta.baselines.base import Baseline, Example
+from captum_hta.baselines.base import Baseline, Example, wide
 
 
 class AttentionWeights(Baseline):
@@ -41,10 +41,10 @@ class EffectiveAttention(Baseline):
 
     def of(self, example: Example) -> Tensor:
         """The values of one text, without the batch axis."""
-        basis, singular, _ = torch.linalg.svd(example.projected, full_matrices=True)
-        longest = max(example.projected.shape[-2:])
+        weights = torch.stack([wide(one.weight) for one in example.projections])
+        corner = torch.linalg.qr(weights.mT, mode="r").R.mT  # V W_O is V times this, turned in the width
+        basis, singular, _ = torch.linalg.svd(example.value @ corner, full_matrices=False)
+        longest = max(example.value.shape[-2], weights.shape[-1])
         tolerance = longest * torch.finfo(singular.dtype).eps * singular[..., :1]  # as numpy's matrix_rank
-        rank = (singular > tolerance).sum(-1)
-        kept = torch.arange(basis.shape[-1], device=basis.device) < rank[..., None]
-        row_space = basis * kept[..., None, :]
-        return example.pattern @ row_space @ row_space.mT
+        let_through = basis * (singular > tolerance)[..., None, :]
+        return example.pattern @ let_through @ let_through.mT

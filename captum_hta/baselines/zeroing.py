@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from captum_hta.baselines.base import Baseline, Example, replaced, wide
-from captum_hta.forward_pass import observed
 
 
 class ValueZeroing(Baseline):
@@ -23,16 +25,29 @@ class ValueZeroing(Baseline):
 
     def of(self, example: Example) -> Tensor:
         """The values of one text, without the batch axis."""
-        distances = torch.stack([_distances(example, layer) for layer in range(len(example.pattern))])
+        distances = torch.stack(_distances(example))
         return distances / distances.sum(-1, keepdim=True).clamp_min(torch.finfo(distances.dtype).tiny)
 
 
-def _distances(example: Example, layer: int) -> Tensor:
-    """``[query, key]``, of one copy of the text for each key and one that is left as it is."""
-    lost = torch.einsum("hqk,hkc->kqhc", example.pattern[layer], example.value[layer])
-    lost = torch.cat([torch.zeros_like(lost[:1]), lost])
-    model, arguments = example.model, example.repeated(len(lost))
-    with replaced(model.target(layer, "head"), lambda z: z - lost.reshape(z.shape).to(z.dtype)):
-        out = observed({"out": model.target(layer, "layer")}, lambda: model.forward(*arguments))["out"]
-    whole, changed = wide(out[:1]), wide(out[1:])
-    return (1 - cosine_similarity(whole, changed, dim=-1)).clamp_min(0).mT
+def _distances(example: Example) -> list[Tensor]:
+    """For each layer ``[query, key]``, from one forward pass of a copy of the text for each key and one that
+    is left as it is. Behind each block all copies are made alike again.
+    """
+    model, found = example.model, []
+    lost = torch.einsum("lhqk,lhkc->lkqhc", example.pattern, example.value)
+    lost = torch.cat([torch.zeros_like(lost[:, :1]), lost], dim=1)
+
+    def without(layer: int) -> Callable[[Tensor], Tensor]:
+        return lambda z: z - lost[layer].reshape(z.shape).to(z.dtype)
+
+    def alike_again(out: Tensor) -> Tensor:
+        whole, changed = wide(out[:1]), wide(out[1:])
+        found.append((1 - cosine_similarity(whole, changed, dim=-1)).clamp_min(0).mT)
+        return out[:1].expand_as(out).contiguous()
+
+    with ExitStack() as stack, torch.no_grad():
+        for layer in range(model.num_layers):
+            stack.enter_context(replaced(model.target(layer, "head"), without(layer)))
+            stack.enter_context(replaced(model.target(layer, "layer"), alike_again))
+        model.forward(*example.repeated(len(lost[0])))
+    return found

@@ -1,0 +1,296 @@
+"""Contributions beside the methods that people use in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from torch import Tensor
+
+from captum_hta import baselines
+from captum_hta.contributions import Contributions, batches, contributions, encoded
+from captum_hta.model import Model, Text
+from captum_hta.statistics import MEASURES, Mean, row_agreement, standard_ranks
+
+Array = NDArray[np.float64]
+HTA = {"input": "HTA, input", "previous_layer": "HTA, previous layer"}
+"""What tables call contributions, by their source."""
+GROUP = 4
+"""Texts that are attributed together, of like lengths."""
+
+
+class Method(Protocol):
+    """What gives values with the axes of contributions, or without the layer or the head axis."""
+
+    name: str
+
+    def attribute(self, texts: Sequence[Text]) -> Tensor:
+        """``[batch, layer, head, query, key]``, padded with NaN."""
+
+
+@dataclass(frozen=True)
+class HtaMethod:
+    """Contributions of heads as one method among others.
+
+    Attributes:
+        model: The model.
+        source: As in :func:`captum_hta.contributions`.
+        n_probes: Probes of each source token; ``None``: exact.
+        seed: Of the probes.
+    """
+
+    model: Model
+    source: str = "input"
+    n_probes: int | None = None
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return HTA[self.source]
+
+    def attribute(self, texts: Sequence[Text]) -> Tensor:
+        """``[batch, layer, head, query, key]``, padded with NaN."""
+        found = contributions(
+            self.model, list(texts), source=self.source, n_probes=self.n_probes, seed=self.seed
+        )
+        return found.values
+
+
+CHEAP: Sequence[Callable[[Model], Method]] = (
+    baselines.AttentionWeights,
+    baselines.EffectiveAttention,
+    baselines.ValueWeightedNorm,
+    baselines.BlockNorm,
+    baselines.Alti,
+    baselines.AttentionRollout,
+    baselines.ValueZeroing,
+)
+"""Methods that explain heads and layers, in the order of tables; attention flow is slow, and left out."""
+OF_LOGITS: Sequence[Callable[[Model], Method]] = (
+    baselines.GradientTimesAttention,
+    baselines.EmbeddingSaliency,
+    partial(baselines.JacobianScope, scope="semantic"),
+    partial(baselines.JacobianScope, scope="temperature"),
+)
+"""Methods that explain a logit or the last hidden state, one row or one map a text."""
+
+
+def methods_for(
+    model: Model, example: Text, n_probes: int | None, seed: int = 0, with_logits: bool = True
+) -> tuple[list[Method], dict[str, str]]:
+    """The methods that a model allows, and why it does not allow the others.
+
+    Args:
+        model: The model.
+        example: A text that they are tried on.
+        n_probes: Probes of the input contribution.
+        seed: Of the probes.
+        with_logits: Whether methods that explain a logit are wanted.
+    """
+    allowed: list[Method] = [
+        HtaMethod(model, "input", n_probes, seed),
+        HtaMethod(model, "previous_layer", None, seed),
+    ]
+    refused = {}
+    for make in (*CHEAP, *(OF_LOGITS if with_logits else ())):
+        method = make(model)
+        try:
+            method.attribute([example])
+        except ValueError as error:
+            refused[method.name] = str(error)
+        else:
+            allowed.append(method)
+    return allowed, refused
+
+
+def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of texts of like lengths, a few at a time."""
+    for rows in batches(lengths):
+        for start in range(0, len(rows), GROUP):
+            yield rows[start : start + GROUP]
+
+
+def compare_methods(
+    methods: Sequence[Method],
+    model: Model,
+    texts: Sequence[Text],
+    layers: Sequence[int],
+    advance: Callable[[int], object] = lambda done: None,
+) -> Agreement:
+    """Hold methods against the first of them, over a corpus.
+
+    Args:
+        methods: The methods.
+        model: Their model.
+        texts: The corpus.
+        layers: The layers to look at.
+        advance: Called with the number of texts done.
+    """
+    agreement = Agreement(methods[0].name, layers)
+    for rows, found in attributed(methods, model, texts, layers):
+        for index in range(len(rows)):
+            agreement.add({name: values[index] for name, values in found.items()})
+        advance(len(rows))
+    return agreement
+
+
+def attributed(
+    methods: Sequence[Method], model: Model, texts: Sequence[Text], layers: Sequence[int]
+) -> Iterator[tuple[list[int], dict[str, list[Array]]]]:
+    """Numbers of a few texts at a time, and by method for each of them ``[layer, head, query, key]``; an axis
+    that a method does not have is 1 long.
+    """
+    lengths = [len(encoded(model, text, number)) for number, text in enumerate(texts)]
+    for rows in groups(lengths):
+        found = {}
+        for method in methods:
+            values = _with_all_axes(method.attribute([texts[row] for row in rows]), layers)
+            found[method.name] = [
+                _array(value, lengths[row], lengths[row]) for value, row in zip(values, rows, strict=True)
+            ]
+        yield rows, found
+
+
+def _with_all_axes(values: Tensor, layers: Sequence[int]) -> Tensor:
+    """``[batch, layer, head, query, key]`` of the layers, with axes of 1 where a method has none."""
+    if values.dim() == 3:
+        return values[:, None, None]
+    return values[:, list(layers)] if values.dim() == 5 else values[:, list(layers), None]
+
+
+# --- agreement -------------------------------------------------------------------------------------
+
+
+def compare(
+    result: Contributions, methods: Mapping[str, Tensor | Contributions], top: int = 3
+) -> pd.DataFrame:
+    """How far other methods agree with contributions, row by row.
+
+    Args:
+        result: Contributions of some texts.
+        methods: By name the values of others for the same texts, as their ``attribute`` gives them:
+            ``[batch, layer, head, query, key]`` with the same layers or all of the model; without the head
+            axis, or without the layer axis too, they are held against every head or layer.
+        top: Keys that the overlap of the largest looks at.
+
+    Returns:
+        A row for each method, layer and head: means over query rows of each of
+        :data:`captum_hta.statistics.MEASURES`, the number of rows, and of those left out (constant, shorter
+        than three tokens, or without numbers).
+
+    Raises:
+        ValueError: If values do not have the axes above.
+
+    Example:
+        >>> from captum_hta.baselines import AttentionRollout
+        >>> from captum_hta.integrations.transformer_lens import load_model
+        >>> model, texts = load_model(), ["The cat sat."]
+        >>> result = contributions(model, texts, source="previous_layer")
+        >>> table = compare(result, {"rollout": AttentionRollout(model).attribute(texts)})
+        >>> len(table), sorted(table.columns)[:3]
+        (72, ['head', 'jensen_shannon', 'kendall'])
+    """
+    whole = {name: _aligned(name, value, result) for name, value in methods.items()}
+    agreement = Agreement("contributions", result.layers, top)
+    for row in range(len(result)):
+        queries = len(result.tokens[row])
+        keys = queries if result.keys is None else len(result.keys[row])
+        agreement.add(
+            {"contributions": _array(result.values[row], queries, keys)}
+            | {name: _array(value[row], queries, keys) for name, value in whole.items()}
+        )
+    return agreement.table()
+
+
+def _aligned(name: str, value: Tensor | Contributions, result: Contributions) -> Tensor:
+    """Values with all axes of a result."""
+    value = value.values if isinstance(value, Contributions) else value
+    like = result.values
+    if value.dim() == 3:
+        value = value[:, None]
+    if value.dim() == 4 and like.dim() == 5:
+        value = value[:, :, None]
+    if value.dim() == like.dim() and value.shape[1] > max(1, len(result.layers), max(result.layers)):
+        value = value[:, result.layers]
+    try:
+        return value.expand_as(like)
+    except RuntimeError:
+        raise ValueError(
+            f"the values of {name!r} are {list(value.shape)}, but the contributions {list(like.shape)}: pass "
+            "[batch, layer, head, query, key] of the same texts, or without head or layer axis"
+        ) from None
+
+
+def _array(value: Tensor, queries: int, keys: int) -> Array:
+    """One example without padding as ``[layer, head, query, key]``."""
+    value = value[..., :queries, :keys]
+    return (value if value.dim() == 4 else value[:, None]).double().numpy()
+
+
+class Agreement:
+    """Agreement of methods over examples.
+
+    Args:
+        first: The name of the method that the others are held against.
+        layers: The layers of the layer axis.
+        top: Keys that the overlap of the largest looks at.
+    """
+
+    def __init__(self, first: str, layers: Sequence[int], top: int = 3) -> None:
+        self.first, self.layers, self.top = first, list(layers), top
+        self.means: dict[str, dict[str, Mean]] = {}
+        self.pairs: dict[tuple[str, str], Mean] = {}
+
+    def add(self, values: Mapping[str, Array]) -> None:
+        """Add an example's values ``[layer, head, query, key]``, by method."""
+        first = values[self.first]
+        for name, value in values.items():
+            if name != self.first:
+                value = np.broadcast_to(value, first.shape)
+                for measure, rows in row_agreement(first, value, self.top).items():
+                    mean = self.means.setdefault(name, {}).setdefault(measure, Mean.zero(*rows.shape[:2]))
+                    mean.add(rows)
+        self._add_pairs(values)
+
+    def _add_pairs(self, values: Mapping[str, Array]) -> None:
+        ranked = {name: standard_ranks(value) for name, value in values.items()}
+        for name, one in ranked.items():
+            for other, two in ranked.items():
+                rows = (one * two).sum(-1)
+                self.pairs.setdefault((name, other), Mean.zero()).add(rows.ravel())
+
+    def table(self) -> pd.DataFrame:
+        """A row for each method, layer and head."""
+        rows = []
+        for name, by_measure in self.means.items():
+            for (index, head), count in np.ndenumerate(by_measure["pearson"].counts):
+                row = {"method": name, "layer": self.layers[index], "head": head}
+                row |= {measure: by_measure[measure].mean()[index, head] for measure in MEASURES}
+                left_out = by_measure["pearson"].left_out[index, head]
+                rows.append(row | {"rows": int(count), "rows_left_out": int(left_out)})
+        return pd.DataFrame(rows)
+
+    def summary(self) -> pd.DataFrame:
+        """A row for each method: means over rows of all layers and heads, with standard errors by example of
+        Spearman's correlation.
+        """
+        rows = []
+        for name, by_measure in self.means.items():
+            row = {"method": name}
+            for measure in MEASURES:
+                mean = by_measure[measure]
+                row[measure] = mean.sums.sum() / max(mean.counts.sum(), 1)
+            rows.append(row | {"rows": int(by_measure["pearson"].counts.sum())})
+        return pd.DataFrame(rows)
+
+    def matrix(self) -> pd.DataFrame:
+        """Spearman's correlation of every method with every other, the mean over rows."""
+        names = list(dict.fromkeys(name for name, _ in self.pairs))
+        values = [[float(self.pairs[name, other].mean()) for other in names] for name in names]
+        return pd.DataFrame(values, index=names, columns=names)

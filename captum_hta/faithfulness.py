@@ -1,0 +1,191 @@
+r"""Which method tells what a head does when a source token changes.
+
+Each source token is changed on its own, and :math:`\| y_j' - y_j \|` measured for every head and query. A
+method is as faithful as its row of the same query puts the tokens in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+
+from captum_hta.baselines.base import Example
+from captum_hta.comparison import Method, attributed
+from captum_hta.contributions import encoded
+from captum_hta.interventions import Intervention, MaskToken, Mean, Noise, OtherToken, Zero, responses
+from captum_hta.model import Encoding, Model, Text
+from captum_hta.statistics import standard_ranks
+
+Array = NDArray[np.float64]
+SMALL, LARGE = 0.01, 1.0
+"""Sizes of noise by default."""
+RESAMPLES = 1000
+
+
+@dataclass
+class Faithfulness:
+    """Rank correlations of methods with what heads do, by intervention.
+
+    Attributes:
+        layers: The layers of the layer axis.
+        values: For each intervention and method one array ``[layer, head]`` an example: the mean over queries
+            of Spearman's correlation; a method without heads or layers is held against each.
+        rows: The number of query rows of each.
+    """
+
+    layers: list[int]
+    values: dict[tuple[str, str], list[Array]] = field(default_factory=dict)
+    rows: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, intervention: str, measured: Array, methods: dict[str, Array]) -> None:
+        """Add an example.
+
+        Args:
+            intervention: Its name.
+            measured: How far heads moved, ``[layer, head, query, key]``; NaN for keys that were not changed.
+            methods: Values of the same axes, some of which may be 1 long.
+        """
+        changed = ~np.isnan(measured).all((0, 1, 2))
+        truth = standard_ranks(measured[..., changed])
+        for name, value in methods.items():
+            correlation = (truth * standard_ranks(value[..., changed])).sum(-1)
+            defined = ~np.isnan(correlation)
+            key = (intervention, name)
+            self.rows[key] = self.rows.get(key, 0) + int(defined.sum())
+            counts = defined.sum(-1)
+            sums = np.where(defined, correlation, 0).sum(-1)
+            mean = np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
+            self.values.setdefault(key, []).append(mean)
+
+    def table(self) -> pd.DataFrame:
+        """A row for each intervention, method, layer and head: the mean over examples of the rank
+        correlation, with a 95% confidence interval by the bootstrap over examples.
+        """
+        rows = []
+        for (intervention, method), values in self.values.items():
+            mean, low, high = _interval(np.stack(values))
+            for (index, head), value in np.ndenumerate(mean):
+                rows.append(
+                    {
+                        "intervention": intervention, "method": method, "layer": self.layers[index],
+                        "head": head, "spearman": value, "low": low[index, head], "high": high[index, head],
+                        "examples": len(values),
+                    }
+                )  # fmt: skip
+        return pd.DataFrame(rows)
+
+    def by_layer(self) -> pd.DataFrame:
+        """The same for each intervention, method and layer, over all heads."""
+        return self._over(lambda values: np.nanmean(values, axis=2), self.layers)
+
+    def summary(self) -> pd.DataFrame:
+        """The same for each intervention and method, over all layers and heads."""
+        return self._over(lambda values: np.nanmean(values, axis=(1, 2))[:, None], [None])
+
+    def _over(self, mean_over: Callable[[Array], Array], layers: Sequence[int | None]) -> pd.DataFrame:
+        rows = []
+        for (intervention, method), values in self.values.items():
+            mean, low, high = _interval(mean_over(np.stack(values)))
+            for index, layer in enumerate(layers):
+                row = {"intervention": intervention, "method": method}
+                row |= {} if layer is None else {"layer": layer}
+                row |= {"spearman": mean[index], "low": low[index], "high": high[index]}
+                rows.append(row | {"examples": len(values), "rows": self.rows[intervention, method]})
+        return pd.DataFrame(rows)
+
+
+def _interval(values: Array) -> tuple[Array, Array, Array]:
+    """Mean over examples ``[example, ...]``, and the limits of its interval; NaN of a single example."""
+    mean = np.nanmean(values, axis=0)
+    if len(values) < 2:
+        return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+    found = stats.bootstrap(
+        (values,), np.nanmean, axis=0, n_resamples=RESAMPLES, method="percentile",
+        rng=np.random.default_rng(0), batch=100,
+    )  # fmt: skip
+    return mean, found.confidence_interval.low, found.confidence_interval.high
+
+
+def default_interventions(model: Model, encodings: Sequence[Encoding]) -> list[Intervention]:
+    """Noise, little and much; the mean vector and zero; the mask token, where there is one; another word.
+
+    Args:
+        model: The model.
+        encodings: The corpus, from which other words are drawn.
+    """
+    words = tuple(
+        token
+        for encoding in encodings
+        for token, word in zip(encoding.ids, encoding.words or [0] * len(encoding), strict=True)
+        if word is not None
+    )
+    found: list[Intervention] = [Noise(SMALL), Noise(LARGE), Mean(), Zero()]
+    if model.mask_token is not None:
+        found.append(MaskToken(model.mask_token))
+    return [*found, OtherToken(words)] if words else found
+
+
+def faithfulness(
+    model: Model,
+    texts: Sequence[Text],
+    methods: Sequence[Method],
+    interventions: Sequence[Intervention] | None = None,
+    layers: Sequence[int] | None = None,
+    seed: int = 0,
+    advance: Callable[[int], object] = lambda done: None,
+) -> Faithfulness:
+    r"""Change each source token, see how far every head moves, and ask which methods told so.
+
+    Source tokens are changed at the embedding that enters the first block (or by their ids). For small noise
+    of variance :math:`s^2`, :math:`E \| y_j' - y_j \|^2 = s^2 \| J_{ji} \|_F^2`, which is what input
+    contributions are made of; for large changes nothing of the kind holds.
+
+    Args:
+        model: An adapter around a model.
+        texts: Texts, or pairs of texts.
+        methods: What has a ``name`` and ``attribute(texts)``: baselines, or
+            :class:`captum_hta.comparison.HtaMethod`.
+        interventions: The changes. Default: ``None``, those of :func:`default_interventions`.
+        layers: Layers of the heads. Default: ``None``, all.
+        seed: Of what is drawn at random.
+        advance: Called with the number of texts done.
+
+    Returns:
+        Rank correlations, with tables of them.
+
+    Raises:
+        ValueError: If a text cannot be read, or a method does not fit the model.
+
+    Example:
+        >>> from captum_hta.baselines import AttentionWeights
+        >>> from captum_hta.comparison import HtaMethod
+        >>> from captum_hta.integrations.transformer_lens import load_model
+        >>> model = load_model()
+        >>> methods = [HtaMethod(model, "input", n_probes=16), AttentionWeights(model)]
+        >>> found = faithfulness(model, ["The cat sat.", "Dogs bark."], methods, [Noise(0.01)])
+        >>> found.summary().set_index("method")["spearman"].idxmax()
+        'HTA, input'
+    """
+    if model.key_layers is not None:
+        raise ValueError("faithfulness is measured for self-attention, not for cross attention")
+    layers = list(range(model.num_layers)) if layers is None else list(layers)
+    encodings = [encoded(model, text, number) for number, text in enumerate(texts)]
+    if interventions is None:
+        interventions = default_interventions(model, encodings)
+    found = Faithfulness(layers)
+    for rows, values in attributed(methods, model, texts, layers):
+        for index, row in enumerate(rows):
+            example = Example(model, model.batch([encodings[row]]))
+            by_method = {name: arrays[index] for name, arrays in values.items()}
+            generator = torch.Generator().manual_seed(seed + row)
+            for one in interventions:
+                measured = responses(example, encodings[row], one, 0, layers, generator)
+                found.add(one.name, measured.cpu().numpy(), by_method)
+        advance(len(rows))
+    return found
