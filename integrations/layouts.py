@@ -257,16 +257,26 @@ def token_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:
     if layout.norm is None:
         return None
     norm = block.get_submodule(layout.norm)
-    centred = isinstance(norm, torch.nn.LayerNorm)
-    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    weight = norm.weight.detach()
+    return normalised(
+        x,
+        1 + weight if layout.unit_offset else weight,
+        norm.eps if hasattr(norm, "eps") else norm.variance_epsilon,
+        centred=isinstance(norm, torch.nn.LayerNorm),
+    )
+
+
+def normalised(x: Tensor, weight: Tensor, eps: float, centred: bool) -> TokenNorm:
+    """The normalisation at ``x``.
+
+    Args:
+        x: What is normalised, ``[batch, token, width]``.
+        weight: ``[width]``.
+        eps: Added to the variance.
+        centred: Whether the mean is removed (LayerNorm).
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if centred:
         wide = wide - wide.mean(-1, keepdim=True)
     inverse = (wide.square().mean(-1) + eps).rsqrt()
-    weight = norm.weight.detach()
-    return TokenNorm(
-        normalised=wide * inverse[..., None],
-        inverse=inverse,
-        weight=1 + weight if layout.unit_offset else weight,
-        centred=centred,
-    )
+    return TokenNorm(normalised=wide * inverse[..., None], inverse=inverse, weight=weight, centred=centred)
