@@ -186,8 +186,8 @@ def load_model(
     if not isinstance(model, Module):
         path = demo_path() if model is None else str(model)
         loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
-        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
-        name = "all-MiniLM-L6-v2" if model is None else Path(path).name
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path, **options)
+        name = "all-MiniLM-L6-v2" if model is None else Path(options.get("gguf_file") or path).name
     else:
         if options:
             raise ValueError(f"a model object is loaded already: leave out {', '.join(options)}")
