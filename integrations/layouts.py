@@ -104,7 +104,9 @@ LAYOUTS: dict[str, Layout] = {
     "distilbert": Layout(
         "transformer.layer", "attention", "attention.out_lin", ("q_lin", "k_lin", "v_lin")
     ),
-    "deberta-v2": Layout("encoder.layer", "attention.self", "attention.output.dense"),
+    **dict.fromkeys(
+        ("deberta", "deberta-v2"), Layout("encoder.layer", "attention.self", "attention.output.dense")
+    ),
     "gpt2": Layout(
         "h", "attn", "attn.c_proj", ("c_attn",), joined="parts", norm="ln_1", causal=True
     ),
@@ -161,11 +163,15 @@ PARTS: dict[str, dict[str, Layout]] = {
 """The same for the parts of an encoder-decoder: its encoder, the self-attention of its decoder, and the cross
 attention of its decoder to what the encoder gives."""
 
+_EXPERTS = (
+    "dbrx", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "jetmoe",
+    "mixtral", "nllb-moe", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "switch_transformers",
+)  # fmt: skip
 REFUSED = {
     "whisper": "a model of sound",
     "vit": "a model of pictures",
     "mamba": "a model without attention",
-    "mixtral": "a mixture of experts",
+    **dict.fromkeys(_EXPERTS, "a mixture of experts, whose choice between them is not tested here"),
 }
 """Model types that are refused, with the reason."""
 
