@@ -106,6 +106,20 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class SumNorm:
+    """A LayerNorm.
+
+    Attributes:
+        weight, bias: ``[width]``.
+        eps: Added to the variance.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
 class OutputProjection:
     """How a block adds what its heads say to its input: ``norm(x + sum_h z_h W_h + b)``.
 
@@ -119,7 +133,7 @@ class OutputProjection:
 
     weight: Tensor
     bias: Tensor | None = None
-    norm: Module | None = None
+    norm: SumNorm | None = None
     residual: bool = True
 
 

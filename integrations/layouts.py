@@ -12,6 +12,7 @@ from torch.nn import Module
 from transformers.pytorch_utils import Conv1D
 
 from captum_hta.attention_jacobian import TokenNorm
+from captum_hta.model import SumNorm
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,12 @@ LAYOUTS: dict[str, Layout] = {
         "transformer.layer", "attention", "attention.out_lin", ("q_lin", "k_lin", "v_lin"),
         sum_norm="sa_layer_norm",
     ),
-    "deberta-v2": Layout(
-        "encoder.layer", "attention.self", "attention.output.dense",
-        sum_norm="attention.output.LayerNorm",
+    **dict.fromkeys(
+        ("deberta", "deberta-v2"),
+        Layout(
+            "encoder.layer", "attention.self", "attention.output.dense",
+            sum_norm="attention.output.LayerNorm",
+        ),
     ),
     "gpt2": Layout(
         "h", "attn", "attn.c_proj", ("c_attn",), joined="parts", norm="ln_1", causal=True,
@@ -193,11 +197,15 @@ PARTS: dict[str, dict[str, Layout]] = {
 """The same for the parts of an encoder-decoder: its encoder, the self-attention of its decoder, and the cross
 attention of its decoder to what the encoder gives."""
 
+_EXPERTS = (
+    "dbrx", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "jetmoe",
+    "mixtral", "nllb-moe", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "switch_transformers",
+)  # fmt: skip
 REFUSED = {
     "whisper": "a model of sound",
     "vit": "a model of pictures",
     "mamba": "a model without attention",
-    "mixtral": "a mixture of experts",
+    **dict.fromkeys(_EXPERTS, "a mixture of experts, whose choice between them is not tested here"),
 }
 """Model types that are refused, with the reason."""
 
@@ -278,6 +286,11 @@ def repeated(value: Tensor, heads: int, dim: int) -> Tensor:
     return value.repeat_interleave(heads // value.shape[dim], dim)
 
 
+def sum_norm(norm: Module) -> SumNorm:
+    """A LayerNorm of ``torch`` in the core's words."""
+    return SumNorm(norm.weight.detach(), norm.bias.detach(), norm.eps)
+
+
 def token_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:
     """The normalisation of a block's input, or ``None`` in a post-LN block.
 
@@ -289,16 +302,26 @@ def token_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:
     if layout.norm is None:
         return None
     norm = block.get_submodule(layout.norm)
-    centred = isinstance(norm, torch.nn.LayerNorm)
-    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    weight = norm.weight.detach()
+    return normalised(
+        x,
+        1 + weight if layout.unit_offset else weight,
+        norm.eps if hasattr(norm, "eps") else norm.variance_epsilon,
+        centred=isinstance(norm, torch.nn.LayerNorm),
+    )
+
+
+def normalised(x: Tensor, weight: Tensor, eps: float, centred: bool) -> TokenNorm:
+    """The normalisation at ``x``.
+
+    Args:
+        x: What is normalised, ``[batch, token, width]``.
+        weight: ``[width]``.
+        eps: Added to the variance.
+        centred: Whether the mean is removed (LayerNorm).
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if centred:
         wide = wide - wide.mean(-1, keepdim=True)
     inverse = (wide.square().mean(-1) + eps).rsqrt()
-    weight = norm.weight.detach()
-    return TokenNorm(
-        normalised=wide * inverse[..., None],
-        inverse=inverse,
-        weight=1 + weight if layout.unit_offset else weight,
-        centred=centred,
-    )
+    return TokenNorm(normalised=wide * inverse[..., None], inverse=inverse, weight=weight, centred=centred)

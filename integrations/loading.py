@@ -62,8 +62,12 @@ def _of_files(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, **options: Any) -> Any:
     """The tokenizer that is saved with a model.
+
+    Args:
+        path: A folder, or a name on the Hugging Face hub.
+        options: As for :func:`load_pretrained`; those that say which files are meant are passed on.
 
     Raises:
         ValueError: If there is none.
@@ -71,9 +75,9 @@ def load_tokenizer(path: str) -> Any:
     folder = Path(path)
     has_files = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
     try:
-        if folder.is_dir() and not has_files:
+        if folder.is_dir() and not has_files and "gguf_file" not in options:
             raise ValueError("the folder holds no file of a tokenizer")
-        return transformers.AutoTokenizer.from_pretrained(path)
+        return transformers.AutoTokenizer.from_pretrained(path, **_of_files(options))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no tokenizer is found at {path!r}: save it there with its save_pretrained, or in Python pass "

@@ -1,50 +1,39 @@
-"""Models of TransformerLens 4: a bridge as the core's model, and loading by name, folder or model."""
+"""Bridges of TransformerLens 4 as the core's model, and loading of any model by name, folder or object."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import importlib
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module
-from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from captum_hta.attention_jacobian import AttentionFactors
-from captum_hta.forecast import Size
-from captum_hta.forward_pass import Site, observed
-from captum_hta.integrations.layouts import layout_for, matrix, repeated
+from captum_hta.forward_pass import Site
+from captum_hta.integrations.hook_points import HookPointModel
+from captum_hta.integrations.hooked import HookedModel
+from captum_hta.integrations.layouts import layout_for, matrix, sum_norm
 from captum_hta.integrations.loading import demo_path, load_pretrained, load_tokenizer
-from captum_hta.integrations.proof import (
-    Proof,
-    encoder_logits,
-    is_untouched,
-    no_logits,
-    require_eval,
-    require_weights,
-)
-from captum_hta.integrations.texts import TextReader
+from captum_hta.integrations.proof import Proof, is_untouched
 from captum_hta.integrations.transformers import TransformersModel
-from captum_hta.model import Attention, Batch, Check, Encoding, OutputProjection, Text, Unembedding
+from captum_hta.model import OutputProjection
+
+if TYPE_CHECKING:  # TransformerLens has bridges since its version 4
+    from transformer_lens.model_bridge import TransformerBridge
 
 HOOKS = {"head": "blocks.{}.attn.hook_z", "layer": "blocks.{}.hook_out"}
 
-_MASKED_LM = {"bert": "BertForMaskedLM", "roberta": "RobertaForMaskedLM"}
-"""For each supported ``model_type`` the class whose layout the bridge knows."""
-_BRIDGED = {"BertForMaskedLM", "BertLMHeadModel", "RobertaForMaskedLM"}
-"""Classes that the bridge takes as they are."""
-_HEAD_PARTS = ("mlm_head", "ln_final", "unembed")
-"""Parts of the bridge's layout that only a masked-language-model head has."""
 _POST_NORM = ("BertForMaskedLM", "BertLMHeadModel", "RobertaForMaskedLM")
 """Architectures whose projections read the block's input itself, so that the closed form is known."""
 
 
-class TransformerLensModel:
+class TransformerLensModel(HookPointModel):
     """A TransformerLens bridge as the model that the core works with.
 
     The bridge is used as it is: hooks that are active on it act on the result. On creation the adapter
@@ -62,81 +51,25 @@ class TransformerLensModel:
         ValueError: If there is no tokenizer, or the proof fails.
     """
 
-    key_layers: int | None = None
+    kind = "bridge"
+    factor_hooks: ClassVar = {"x": "hook_in", "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v"}
 
     def __init__(self, bridge: TransformerBridge, tokenizer: Any = None, name: str | None = None) -> None:
-        if not hasattr(bridge, "hook_dict") or not hasattr(bridge, "cfg"):
+        if not is_bridge(bridge):
             raise TypeError(
                 f"bridge must be a TransformerBridge, got {type(bridge).__name__}: use load_model for "
                 "names, folders and transformers models"
             )
-        self.bridge = bridge
-        tokenizer = tokenizer if tokenizer is not None else getattr(bridge, "tokenizer", None)
-        if tokenizer is None:
-            raise ValueError("the bridge has no tokenizer: pass tokenizer=")
-        self.reader = TextReader(tokenizer, _vocabulary(bridge))
-        self.architecture = str(getattr(bridge.cfg, "architecture", type(bridge).__name__))
-        self.name = name or getattr(bridge.cfg, "model_name", self.architecture)
-        self.num_layers = bridge.cfg.n_layers
-        self.num_heads = bridge.cfg.n_heads
-        self.d_head = bridge.cfg.d_head
-        self.d_model = bridge.cfg.d_model
-        self.max_length = getattr(bridge.cfg, "n_ctx", None)
-        self._closed_form = self.architecture in _POST_NORM
-        require_weights(self.name, bridge)
-        self._require_eval()
-        self.checks = self._proven()
-
-    def __repr__(self) -> str:
-        return f"TransformerLensModel({self.name}: {self.num_layers} layers of {self.num_heads} heads)"
+        vocabulary = bridge.original_model.get_input_embeddings().weight.shape[0]
+        super().__init__(bridge, tokenizer, name, vocabulary)
 
     @property
-    def tokenizer(self) -> Any:
-        """The tokenizer."""
-        return self.reader.tokenizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the bridge runs."""
-        return next(self.bridge.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the bridge's weights."""
-        return next(self.bridge.parameters()).dtype
-
-    @property
-    def size(self) -> Size:
-        """The bridge's dimensions."""
-        return Size(
-            layers=self.num_layers,
-            heads=self.num_heads,
-            width=self.d_model,
-            inner=getattr(self.bridge.cfg, "d_mlp", None) or 4 * self.d_model,
-            d_head=self.d_head,
-            key_heads=getattr(self.bridge.cfg, "n_key_value_heads", None),
-            gated=bool(getattr(self.bridge.cfg, "gated_mlp", False)),
-            causal=self._causal,
-            closed_form=self._closed_form,
-        )
-
-    # --- texts
-
-    def encode(self, text: Text, max_length: int | None = None) -> Encoding:
-        """Read a text, or a pair of them; with ``max_length`` the first tokens alone."""
-        return self.reader.encode(text, max_length)
-
-    def batch(self, encodings: Sequence[Encoding]) -> Batch:
-        """Pad encodings on the right, on the model's device."""
-        return self.reader.batch(encodings, self.device)
-
-    # --- the model
-
-    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Any:
-        """Run the bridge on token ids ``[batch, position]``."""
-        return self._run(None, ids, mask, segments)
+    def bridge(self) -> TransformerBridge:
+        """The bridge."""
+        return self.lens
 
     def _run(self, wanted: str | None, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Any:
+        """Run the bridge, for its ``"logits"`` or for nothing."""
         options = {} if segments is None or not self._has_segments else {"token_type_ids": segments}
         return self.bridge(ids, attention_mask=mask, return_type=wanted, **options)
 
@@ -144,10 +77,6 @@ class TransformerLensModel:
     def _has_segments(self) -> bool:
         config = getattr(self.bridge.original_model, "config", None)
         return getattr(config, "type_vocab_size", 0) > 1
-
-    def hook_point(self, name: str) -> Module:
-        """The hook point of that name, such as ``"blocks.3.attn.hook_z"``."""
-        return self.bridge.hook_dict[name]
 
     def source(self, layer: int) -> Module:
         """The hook point whose value enters block ``layer``."""
@@ -157,37 +86,11 @@ class TransformerLensModel:
         """The hook point of the ``"head"`` or ``"layer"`` target of block ``layer``."""
         return self.hook_point(HOOKS[kind].format(layer))
 
-    def attention(self, batch: Batch) -> list[Attention]:
-        """What every layer's attention does, from one forward pass."""
-        self._require_eval()
-        wanted = ["attn.hook_pattern", "attn.hook_v"]
-        closed = [self._closed_form and self._unhooked(layer) for layer in range(self.num_layers)]
-        if any(closed):
-            wanted += ["hook_in", "attn.hook_q", "attn.hook_k"]
-        names = [f"blocks.{layer}.{name}" for layer in range(self.num_layers) for name in wanted]
-        kept = self._observe(names, batch)
-        return [self._attention(layer, kept, closed[layer]) for layer in range(self.num_layers)]
+    def _may_have_closed_form(self) -> bool:
+        return self._is_encoder
 
-    def _attention(self, layer: int, kept: dict[str, Tensor], closed: bool) -> Attention:
-        pattern = kept.get(f"blocks.{layer}.attn.hook_pattern")
-        if pattern is None or pattern.dim() != 4:
-            raise ValueError(
-                f"{self.architecture} gives no attention pattern in block {layer}: it must run eager "
-                'attention, as after model.set_attn_implementation("eager")'
-            )
-        value = kept.get(f"blocks.{layer}.attn.hook_v")
-        value = None if value is None else repeated(self._split(value), self.num_heads, 1)
-        return Attention(pattern, self._factors(layer, pattern, kept) if closed else None, value)
-
-    def _split(self, value: Tensor) -> Tensor:
-        """``[batch, head, token, d_head]`` of what hook points of queries, keys and values give."""
-        return value.reshape(*value.shape[:2], -1, self.d_head).transpose(1, 2)
-
-    def _factors(self, layer: int, pattern: Tensor, kept: dict[str, Tensor]) -> AttentionFactors:
+    def _factors(self, layer: int, pattern: Tensor, seen: dict[str, Tensor]) -> AttentionFactors:
         """The closed form's view of a post-LN block: projections read the block's input itself."""
-
-        def split(name: str) -> Tensor:
-            return self._split(kept[f"blocks.{layer}.attn.hook_{name}"])
 
         def weight(name: str) -> Tensor:
             linear = getattr(self.bridge.blocks[layer].attn, name)
@@ -195,11 +98,11 @@ class TransformerLensModel:
 
         return AttentionFactors(
             pattern=pattern,
-            query=split("q"),
-            key=split("k"),
-            value=split("v"),
+            query=self._split(seen["q"]),
+            key=self._split(seen["k"]),
+            value=self._split(seen["v"]),
             scale=self.d_head**-0.5,
-            x=kept[f"blocks.{layer}.hook_in"],
+            x=seen["x"],
             query_weight=weight("q"),
             key_weight=weight("k"),
             value_weight=weight("v"),
@@ -212,51 +115,17 @@ class TransformerLensModel:
         return OutputProjection(
             matrix(projection).unflatten(1, (self.num_heads, self.d_head)).permute(1, 2, 0),
             projection.bias,
-            block.ln1.original_component if self.architecture in _POST_NORM else None,
+            sum_norm(block.ln1.original_component) if self._is_encoder else None,
             not hasattr(block, "ln1_post"),
         )
 
     @property
-    def unembedding(self) -> Unembedding:
-        """How the last hidden embedding becomes logits.
-
-        Raises:
-            ValueError: If the bridge has no logits of tokens, or more than a norm lies before them.
-        """
-        if not hasattr(self.bridge, "unembed"):
-            raise ValueError(no_logits(self.name, self.architecture))
-        if self.architecture in _POST_NORM:
-            raise ValueError(encoder_logits(self.name))
-        weight = self.bridge.unembed.original_component.weight.detach()
-        return Unembedding(weight, getattr(self.bridge, "ln_final", None))
-
-    def logits(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """What the bridge's head gives for token ids ``[batch, position]``.
-
-        Raises:
-            ValueError: If it has none.
-        """
-        if not hasattr(self.bridge, "unembed"):
-            raise ValueError(no_logits(self.name, self.architecture))
-        return self._run("logits", ids, mask, segments)
-
-    def token(self, text: str) -> int:
-        """The one token that a text is.
-
-        Raises:
-            ValueError: If it is none, or several.
-        """
-        return self.reader.token(text)
+    def _is_encoder(self) -> bool:
+        return self.architecture in _POST_NORM
 
     @property
-    def mask_token(self) -> int | None:
-        """The token that stands for a hidden one, if there is such a token."""
-        return getattr(self.tokenizer, "mask_token_id", None)
-
-    def _observe(self, names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
-        """The values of hook points in a forward pass."""
-        modules = {name: self.hook_point(name) for name in names}
-        return observed(modules, lambda: self.forward(*batch.inputs, *batch.extra))
+    def _unembedding_weight(self) -> Tensor:
+        return self.bridge.unembed.original_component.weight.detach()
 
     def _unhooked(self, layer: int) -> bool:
         """Whether no hook but the bridge's own may change what a block's attention computes."""
@@ -267,9 +136,7 @@ class TransformerLensModel:
         plain = all(type(block.attn.get_submodule(name).original_component) is Linear for name in "qkv")
         return plain and is_untouched(parts, ("transformer_lens",)) and is_untouched(points, ())
 
-    def _proven(self) -> list[Check]:
-        """Check the adapter; give up the closed form if that alone does not hold."""
-        proof = Proof(self, self.architecture, len(self.tokenizer), self.tokenizer.pad_token_id)
+    def _run_proof(self, proof: Proof) -> None:
         block = self.bridge.blocks[proof.layer]
         proof.run(
             {
@@ -277,18 +144,11 @@ class TransformerLensModel:
                 "head": Site(block.attn.o.original_component, at_input=True),
             }
         )
-        if self._closed_form:
-            self._closed_form = proof.closed_form_holds()
-        self._causal = proof.is_causal()
-        return proof.checks
-
-    def _require_eval(self) -> None:
-        require_eval(self.name, self.bridge)
 
 
-def _vocabulary(bridge: TransformerBridge) -> int:
-    """The number of token ids that a bridge embeds."""
-    return bridge.original_model.get_input_embeddings().weight.shape[0]
+def is_bridge(model: Any) -> bool:
+    """Whether a model is a ``TransformerBridge``, by what it has."""
+    return all(hasattr(model, name) for name in ("hook_dict", "cfg", "original_model"))
 
 
 # --- loading ---------------------------------------------------------------------------------------
@@ -302,19 +162,21 @@ def load_model(
     adapter: str | None = None,
     part: str | None = None,
     **options: Any,
-) -> TransformerLensModel | TransformersModel:
+) -> TransformerLensModel | HookedModel | TransformersModel:
     """Load a model: a BERT or RoBERTa through TransformerLens, others as ``transformers`` has them.
 
     Args:
         model: A name on the Hugging Face hub, a folder, a model of ``transformers`` (with its
-            ``tokenizer``), or a ``TransformerBridge``. Default: ``None``, the demo model (a real 6-layer
-            BERT, all-MiniLM-L6-v2) of the extra ``captum-hta[demo]``. A model that is passed in is not
+            ``tokenizer``), or one of TransformerLens, which is used as it is: a ``TransformerBridge``, a
+            ``HookedTransformer`` or a ``HookedEncoder``. Default: ``None``, the demo model (a real 6-layer
+            BERT, all-MiniLM-L6-v2) of the extra ``captum-hta[demo]``. A model of ``transformers`` is not
             changed: what is used is a copy in eval mode that shares its weights.
         tokenizer: Its tokenizer. Default: ``None``, the one saved with the model.
         device: Where to run. Default: ``None``, where the model is.
         dtype: Of the weights. Default: ``None``, as they are.
         adapter: Force ``"transformer_lens"``, for its hook points, or ``"transformers"``, which knows the
-            closed form of more families. Default: ``None``, as above.
+            closed form of more families. Default: ``None``, as above; with TransformerLens before its
+            version 4, whose bridges are not used, always ``"transformers"``.
         part: Of an encoder-decoder, ``"encoder"``, ``"decoder"`` or ``"cross"``; see
             :class:`captum_hta.integrations.transformers.TransformersModel`.
         options: Passed to ``from_pretrained``, such as ``revision``, ``gguf_file`` or ``device_map``.
@@ -325,7 +187,8 @@ def load_model(
     Raises:
         ValueError: If the model cannot be found, is of an architecture that is not supported, lacks a
             tokenizer, or fails the checks of :class:`TransformerLensModel`.
-        ModuleNotFoundError: If the demo model is asked for and not installed.
+        ModuleNotFoundError: If the demo model is asked for and not installed, or a bridge of a
+            TransformerLens that has none.
 
     Example:
         >>> load_model().num_layers
@@ -333,14 +196,14 @@ def load_model(
     """
     if adapter not in (None, "transformer_lens", "transformers"):
         raise ValueError(f"adapter must be 'transformer_lens', 'transformers' or None, got {adapter!r}")
-    if isinstance(model, TransformerBridge):
+    if hasattr(model, "hook_dict"):
         _refuse_changes(device, dtype)
-        return TransformerLensModel(model, tokenizer)
+        return TransformerLensModel(model, tokenizer) if is_bridge(model) else HookedModel(model, tokenizer)
     if not isinstance(model, Module):
         path = demo_path() if model is None else str(model)
         loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
-        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
-        name = "all-MiniLM-L6-v2" if model is None else Path(path).name
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path, **options)
+        name = "all-MiniLM-L6-v2" if model is None else Path(options.get("gguf_file") or path).name
     else:
         if options:
             raise ValueError(f"a model object is loaded already: leave out {', '.join(options)}")
@@ -350,60 +213,40 @@ def load_model(
     if tokenizer is None:
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
     loaded = loaded.to(device=device, dtype=dtype).eval()
-    if adapter == "transformer_lens" or (adapter is None and loaded.config.model_type in _MASKED_LM):
-        return TransformerLensModel(_bridge(loaded, name), tokenizer, name)
+    if adapter is None and loaded.config.model_type in ("bert", "roberta") and has_bridges():
+        adapter = "transformer_lens"
+    if adapter == "transformer_lens":
+        return TransformerLensModel(_bridges().bridge(loaded, name), tokenizer, name)
     return TransformersModel(loaded, tokenizer, name, part)
+
+
+def has_bridges() -> bool:
+    """Whether the installed TransformerLens has the bridges that this package works with."""
+    return int(metadata.version("transformer-lens").partition(".")[0]) >= 4
+
+
+def _bridges() -> ModuleType:
+    """The module that builds bridges.
+
+    Raises:
+        ModuleNotFoundError: If TransformerLens is of a version without them.
+    """
+    if not has_bridges():
+        raise ModuleNotFoundError(
+            f"TransformerLens {metadata.version('transformer-lens')} has no bridges that fit: install "
+            "transformer-lens>=4.3, leave out adapter, or pass a HookedTransformer"
+        )
+    return importlib.import_module("captum_hta.integrations.bridges")
 
 
 def _refuse_changes(device: Any, dtype: Any) -> None:
     if device is not None or dtype is not None:
-        raise ValueError("a bridge is used as it is: move or cast it before, without device or dtype")
+        raise ValueError(
+            "a model of TransformerLens is used as it is: move or cast it before, without device or dtype"
+        )
 
 
 def _copy(model: Module, shares_weights: bool) -> Module:
     """A copy of the modules and the configuration, on the same parameters where they are to stay."""
     tensors = (*model.parameters(), *model.buffers()) if shares_weights else ()
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def _bridge(model: Module, name: str) -> TransformerBridge:
-    """A bridge on ``model``, whose modules it replaces."""
-    model.set_attn_implementation("eager")
-    kind = model.config.model_type
-    architecture = type(model).__name__
-    if architecture not in _BRIDGED:
-        architecture = _MASKED_LM.get(kind, architecture)
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ValueError(
-            f"TransformerLens does not bridge {architecture}: leave out adapter, which takes it as "
-            "transformers has it, or pass a class that TransformerLens knows, such as a GPT2LMHeadModel"
-        )
-    return build_bridge_from_module(
-        model,
-        architecture,
-        hf_config=model.config,
-        model_name=name,
-        post_adapter_hook=lambda adapter: _fit(adapter, model, kind),
-    )
-
-
-def _fit(adapter: Any, model: Module, kind: str) -> None:
-    """Fit the layout of a masked language model to classes with another head, or none."""
-    if type(model).__name__ in _BRIDGED or kind not in _MASKED_LM:
-        return
-    layout = adapter.component_mapping
-    for part in _HEAD_PARTS:
-        layout.pop(part, None)
-    has_prefix = hasattr(model, kind)
-    if not has_prefix:
-        for component in layout.values():
-            component.name = component.name.removeprefix(f"{kind}.")
-    encoder = getattr(model, kind) if has_prefix else model
-    adapter.prepare_model = lambda hf_model: _prepare(adapter, encoder, kind)
-
-
-def _prepare(adapter: Any, encoder: Module, kind: str) -> None:
-    """What the bridge's adapter reads off the model, for an encoder that may stand alone."""
-    if kind == "roberta":
-        table = encoder.embeddings.position_embeddings
-        adapter.cfg.n_ctx = table.num_embeddings - (table.padding_idx or 0) - 1

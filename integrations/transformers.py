@@ -29,6 +29,7 @@ from captum_hta.integrations.layouts import (
     matrix,
     repeated,
     split_weights,
+    sum_norm,
     token_norm,
 )
 from captum_hta.integrations.proof import (
@@ -256,7 +257,7 @@ class TransformersModel:
         """What becomes of the heads' outputs of block ``layer``."""
         place, norm = self.places[layer], self.layout.sum_norm
         weight = matrix(place.projection).unflatten(1, (self.num_heads, self.d_head)).permute(1, 2, 0)
-        norm = None if norm is None else place.block.get_submodule(norm)
+        norm = None if norm is None else sum_norm(place.block.get_submodule(norm))
         return OutputProjection(weight, place.projection.bias, norm, self.layout.residual)
 
     @property

@@ -28,6 +28,7 @@ class Family:
         closed_form: Whether the closed form of the previous layer is expected to hold.
         exact: Whether it computes in float64 throughout, once it is cast to that.
         bridge: The class with a head that TransformerLens bridges, if it does.
+        real: Real weights that it is tested on too.
         note: What is special about it.
     """
 
@@ -38,6 +39,7 @@ class Family:
     closed_form: bool = True
     exact: bool = True
     bridge: str = ""
+    real: str = ""
     note: str = ""
 
 
@@ -50,7 +52,12 @@ def _grouped(config: str, model: str, **options: object) -> Callable[[], Module]
 
 
 FAMILIES = {
-    "BERT": Family(_encoder("BertConfig", "BertModel"), *BERT, bridge="BertForMaskedLM"),
+    "BERT": Family(
+        _encoder("BertConfig", "BertModel"),
+        *BERT,
+        bridge="BertForMaskedLM",
+        real="all-MiniLM-L6-v2, AntiBERTy",
+    ),
     "RoBERTa": Family(
         _encoder("RobertaConfig", "RobertaModel", pad_token_id=0),
         "encoder.layer.{}",
@@ -82,6 +89,14 @@ FAMILIES = {
         "transformer.layer.{}",
         "attention.out_lin",
     ),
+    "DeBERTa": Family(
+        _encoder("DebertaConfig", "DebertaModel", relative_attention=True, pos_att_type=["c2p", "p2c"]),
+        "encoder.layer.{}",
+        "attention.output.dense",
+        closed_form=False,
+        exact=False,
+        note="disentangled scores",
+    ),
     "DeBERTa v2": Family(
         _encoder("DebertaV2Config", "DebertaV2Model", relative_attention=True, pos_att_type=["c2p", "p2c"]),
         "encoder.layer.{}",
@@ -111,6 +126,7 @@ FAMILIES = {
         exact=False,
         note="grouped heads, rotary, RMSNorm",
         bridge="LlamaForCausalLM",
+        real="SmolLM2-135M (GGUF)",
     ),
     "Mistral": Family(
         _grouped("MistralConfig", "MistralModel", sliding_window=3),
@@ -246,17 +262,18 @@ def tiny_with_head(name: str) -> Module:
 def table() -> str:
     """The families as a table for the README."""
     lines = [
-        "| family | closed form of the previous layer | TransformerLens too | notes |",
-        "|---|---|---|---|",
+        "| family | closed form of the previous layer | TransformerLens too | tested on | notes |",
+        "|---|---|---|---|---|",
     ]
     for name, family in FAMILIES.items():
         kind = "decoder" if family.causal else "encoder"
         notes = f"{kind}, {family.note}" if family.note else kind
+        tested = f"tiny random; real: {family.real}" if family.real else "tiny random"
         answers = ("yes" if holds else "no" for holds in (family.closed_form, family.bridge))
-        lines.append(f"| {name} | {' | '.join(answers)} | {notes} |")
+        lines.append(f"| {name} | {' | '.join(answers)} | {tested} | {notes} |")
     for name, pair in PAIRS.items():
         notes = ", ".join(filter(None, ("encoder, decoder and cross attention", pair.note)))
-        lines.append(f"| {name} | but for cross attention | no | {notes} |")
+        lines.append(f"| {name} | but for cross attention | no | tiny random | {notes} |")
     return "\n".join(lines)
 
 

@@ -134,7 +134,8 @@ def test_parts_make_the_whole(name: str) -> None:
                 block_parts(example, layer)
         elif projection.norm is not None:
             _, whole = block_parts(example, layer)
-            given = observed({"": Site(projection.norm, call=place.call)}, example.run)[""][0]
+            norm = place.block.get_submodule(model.layout.sum_norm)
+            given = observed({"": Site(norm, call=place.call)}, example.run)[""][0]
             torch.testing.assert_close(whole, given, rtol=1e-7, atol=1e-9)
 
 

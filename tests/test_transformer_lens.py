@@ -17,11 +17,14 @@ import transformers
 from conftest import PAIR, WordTokenizer, tiny_bert, tiny_roberta
 from torch import Tensor
 from torch.nn import Module
+from transformer_lens import HookedRootModule
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from captum_hta import HiddenTokenAttribution, contributions
 from captum_hta.integrations import loading, transformer_lens
 from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
+from captum_hta.integrations.transformers import TransformersModel
 from captum_hta.model import Encoding
 
 CLASSES = (
@@ -535,6 +538,15 @@ def t5() -> Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def unknown_hooks() -> Module:
+    """A model with hook points of its own."""
+    model = HookedRootModule()
+    model.hook = HookPoint()
+    model.cfg = None
+    model.setup()
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "type": (lambda path: load_model(t5(), WordTokenizer()), ValueError, "'t5'.*name the part"),
     "no transformer": (lambda path: load_model(torch.nn.Linear(2, 2)), ValueError, "not supported"),
@@ -546,6 +558,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     ),
     "empty folder": (lambda path: load_model(path), ValueError, "model"),
     "no bridge": (lambda path: TransformerLensModel(tiny_bert()), TypeError, "use load_model"),
+    "no known hook points": (
+        lambda path: load_model(unknown_hooks(), WordTokenizer()),
+        TypeError,
+        "HookedTransformer or a HookedEncoder, got HookedRootModule.*no blocks.0.hook_resid_pre",
+    ),
     "bridge to cast": (
         lambda path: load_model(load_model(tiny_bert(), WordTokenizer()).bridge, dtype=torch.half),
         ValueError,
@@ -566,6 +583,14 @@ def test_refused(kind: str, tmp_path: Path) -> None:
     call, error, words = REFUSED[kind]
     with pytest.raises(error, match=words):
         call(tmp_path)
+
+
+def test_without_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its version 4 TransformerLens is not needed for a BERT, and a bridge is refused."""
+    monkeypatch.setattr(transformer_lens.metadata, "version", lambda name: "3.9.0")
+    assert isinstance(load_model(tiny_bert(), WordTokenizer()), TransformersModel)
+    with pytest.raises(ModuleNotFoundError, match=r"3\.9\.0 has no bridges.*transformer-lens>=4\.3"):
+        load_model(tiny_bert(), WordTokenizer(), adapter="transformer_lens")
 
 
 def test_training_mode_is_refused(bert: TransformerLensModel) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta import HiddenTokenAttribution, contributions
+from captum_hta.integrations.layouts import REFUSED, layout_for
 from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from captum_hta.integrations.transformers import TransformersModel
 
@@ -199,13 +200,27 @@ def test_adapter_is_checked() -> None:
         (lambda: hf.BartModel(hf.BartConfig(d_model=16, vocab_size=9)), "name the part"),
         (lambda: hf.MambaModel(hf.MambaConfig(hidden_size=8, num_hidden_layers=1)), "without attention"),
         (lambda: hf.ViTModel(hf.ViTConfig(hidden_size=8, num_attention_heads=2)), "of pictures"),
+        (
+            lambda: hf.MixtralModel(
+                hf.MixtralConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+            ),
+            "a mixture of experts",
+        ),
     ],
-    ids=["T5", "BART", "Mamba", "ViT"],
+    ids=["T5", "BART", "Mamba", "ViT", "Mixtral"],
 )
 def test_refused_by_name(make: Callable[[], Module], words: str) -> None:
     """With the reason and what is supported."""
     with pytest.raises(ValueError, match=words):
         TransformersModel(make(), tokenizer())
+
+
+@pytest.mark.parametrize("kind", [kind for kind, why in REFUSED.items() if "experts" in why])
+def test_mixtures_of_experts_are_refused(kind: str) -> None:
+    """By the names that transformers has for them."""
+    config = hf.AutoConfig.for_model(kind)
+    with pytest.raises(ValueError, match=f"'{kind}' is not supported, since it is a mixture of experts"):
+        layout_for(config)
 
 
 def test_no_model_of_transformers() -> None:
