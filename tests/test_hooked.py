@@ -15,7 +15,10 @@ from reference import hooked, jacobian, norms, shares
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta import contributions
+from captum_hta import contributions, logit_direction
+from captum_hta.baselines.base import Example
+from captum_hta.baselines.norms import block_parts
+from captum_hta.forward_pass import observed
 from captum_hta.integrations.hooked import HookedModel
 from captum_hta.integrations.transformer_lens import load_model
 
@@ -263,3 +266,38 @@ def test_proof_catches_a_wrong_source(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ValueError, match="the source is not what enters the block"):
         load_model(tiny("LayerNorm"), tokenizer=words())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_becomes_of_heads(name: str) -> None:
+    """Patterns times values through the output projection are what the attention gives, and with the residual
+    through a post-LN block's norm what that norm gives.
+    """
+    model = adapter(name)
+    example = Example(model, model.batch([model.encode(TEXT)]))
+    for layer, block in enumerate(model.lens.blocks):
+        parts = torch.einsum("hqk,hkd->qd", example.pattern[layer], example.projected[layer])
+        given = observed({"": block.attn}, example.run)[""][0]
+        if given.dim() == 2:
+            torch.testing.assert_close(parts + block.attn.b_O.detach(), given)
+        _, whole = block_parts(example, layer)
+        if KINDS[name].encoder:
+            torch.testing.assert_close(whole, observed({"": block.ln1}, example.run)[""][0])
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.encoder])
+def test_logits_and_their_directions(name: str) -> None:
+    """The model's logits, and the gradient of one with respect to what a head adds, the final scale held."""
+    model = adapter(name)
+    batch = model.batch([model.encode(TEXT)])
+    plain = tiny(name)
+    torch.testing.assert_close(
+        model.logits(*batch.inputs, *batch.extra), plain(batch.inputs[0], attention_mask=batch.extra[0])
+    )
+    column = plain.unembed.W_U[:, 5].detach()
+    norm = getattr(plain, "ln_final", None)
+    column = column * norm.w.detach() if hasattr(norm, "w") else column
+    if type(norm).__name__.startswith("Layer"):
+        column = column - column.mean()
+    expected = torch.stack([block.attn.W_O.detach() @ column for block in plain.blocks])
+    torch.testing.assert_close(logit_direction(model, 5), expected)
