@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -169,7 +170,8 @@ def contributions(
     Args:
         model: An adapter around a model, such as
             :func:`captum_hta.integrations.transformer_lens.load_model` gives.
-        texts: Texts, or pairs of texts.
+        texts: Texts, or pairs of texts; for a model of pictures paths, PIL images or arrays ``[channel,
+            height, width]``.
         source: ``"input"``, the embedding that enters the first block (the *input contribution* of
             Pascual et al. 2021); ``"previous_layer"``, what enters the target's own block (the
             *previous-layer contribution*); or an int ``k``, what enters block ``k``.
@@ -197,7 +199,7 @@ def contributions(
     Raises:
         ValueError: If there is no text, a text has no token or is longer than the model reads, or an
             argument is out of its range.
-        TypeError: If a text is neither a string nor a pair of strings.
+        TypeError: If a text is nothing that the model reads.
 
     Example:
         >>> from captum_hta.integrations.transformer_lens import load_model
@@ -208,7 +210,7 @@ def contributions(
         >>> result.tokens[0]
         ['[CLS]', 'The', 'cat', 'sat', '.', '[SEP]']
     """
-    texts = _checked_texts(texts)
+    texts = _listed(model, texts)
     setting = _Setting(
         source, target, _layers(model, layers, source), norm, multiply_by_inputs,
         n_probes, tolerance, seed, way, precision, model.key_layers,
@@ -302,8 +304,11 @@ def _fingerprint(encoding: Encoding) -> int:
     read = [encoding.ids, encoding.segments]
     if encoding.context is not None:
         read.append(encoding.context.ids)
-    digest = hashlib.blake2b(repr(tuple(read)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    digest = hashlib.blake2b(repr(tuple(read)).encode(), digest_size=8)
+    for one in (encoding, encoding.context):
+        if one is not None and one.content is not None:
+            digest.update(one.content.double().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _real(energy: Energy, mask: Tensor) -> Energy:
@@ -387,19 +392,18 @@ def _closed_form(attention: list[Attention], setting: _Setting) -> tuple[list[En
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def _checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
-    if isinstance(texts, str):
+def _listed(model: Model, texts: Sequence[Text] | Text) -> list[Text]:
+    if isinstance(texts, str) or (not isinstance(texts, tuple | list) and model.reader.accepts(texts)):
         texts = [texts]
     if not isinstance(texts, Iterable):
-        raise TypeError(f"texts must be a list of strings, or of pairs of strings, got {texts!r}")
-    texts = list(texts)
+        raise TypeError(f"texts must be a list, each of them {model.reader.reads}, got {texts!r}")
+    texts, medium = list(texts), model.reader.medium
     if not texts:
-        raise ValueError("there is no text: pass a list of strings, or of pairs of strings")
+        raise ValueError(f"there is no {medium}: pass a list, each of them {model.reader.reads}")
     for number, text in enumerate(texts):
-        pair = isinstance(text, tuple | list) and len(text) == 2 and all(isinstance(t, str) for t in text)
-        if not isinstance(text, str) and not pair:
-            raise TypeError(f"text {number} must be a string or a pair of strings, got {text!r}")
-    return [text if isinstance(text, str) else tuple(text) for text in texts]
+        if not model.reader.accepts(text):
+            raise TypeError(f"{medium} {number} must be {model.reader.reads}, got {reprlib.repr(text)}")
+    return texts
 
 
 def encoded(model: Model, text: Text, number: int, truncation: bool = False) -> Encoding:
@@ -443,7 +447,11 @@ def word_groups(encoding: Encoding) -> tuple[list[int], list[str]]:
         ValueError: If the words are not known.
     """
     if encoding.words is None or encoding.word_labels is None:
-        raise ValueError("the tokenizer does not tell which tokens make a word: use a fast tokenizer")
+        raise ValueError(
+            "the patches of a picture make no words"
+            if encoding.grid
+            else "the tokenizer does not tell which tokens make a word: use a fast tokenizer"
+        )
     groups: list[int] = []
     labels: list[str] = []
     known: dict[int, int] = {}

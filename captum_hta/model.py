@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
 
@@ -19,16 +21,19 @@ Text = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class Encoding:
-    """One text as the model reads it.
+    """One text, or one picture, as the model reads it.
 
     Attributes:
-        ids: Token ids.
+        ids: Token ids; of a picture, none.
         segments: For each token the segment it belongs to, 0 or 1 in a pair.
         tokens: For each token a label.
         words: For each token the number of its word, ``None`` for special tokens; where the words are not
             known, ``None`` for all.
         word_labels: For each word its label.
         context: What the encoder read, where these are the tokens of a decoder.
+        content: What is read in the place of ids: pixel values ``[channel, height, width]``.
+        grid: Rows and columns of the patches that the last tokens of a picture are.
+        picture: The picture as it is read, to be shown: ``[height, width, 3]`` in 0 to 1.
     """
 
     ids: list[int]
@@ -37,9 +42,12 @@ class Encoding:
     words: list[int | None] | None = None
     word_labels: list[str] | None = None
     context: Encoding | None = None
+    content: Tensor | None = field(default=None, repr=False, compare=False)
+    grid: tuple[int, int] | None = None
+    picture: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.tokens)
 
     def first(self, count: int) -> Encoding:
         """The first tokens alone."""
@@ -72,7 +80,8 @@ class Batch:
     """Texts of a batch, padded on the right.
 
     Attributes:
-        inputs: What ``forward`` is called with: token ids ``[batch, position]``.
+        inputs: What ``forward`` is called with: token ids ``[batch, position]``, or what is read in their
+            place.
         extra: Further arguments of ``forward``.
         mask: ``[batch, position]``, true for real tokens.
         key_mask: The same for the keys of cross attention; ``None``: they are the same tokens.
@@ -102,10 +111,26 @@ class Attention:
     factors: AttentionFactors | None = None
 
 
+class Reader(Protocol):
+    """What makes tokens of a text or a picture.
+
+    Attributes:
+        medium: What it reads, in a word: ``"text"``, ``"picture"``.
+        reads: What it takes, in words that go on from "must be".
+    """
+
+    medium: str
+    reads: str
+
+    def accepts(self, text: Any) -> bool:
+        """Whether a thing is of a kind that it reads."""
+
+
 class Model(Protocol):
     """A transformer with its tokenizer.
 
     Attributes:
+        reader: What reads texts for it.
         name: What to call it.
         num_layers: Number of blocks ``L``.
         num_heads: Query heads of a block ``H``.
@@ -118,6 +143,7 @@ class Model(Protocol):
         checks: What was checked when it was loaded.
     """
 
+    reader: Reader
     name: str
     num_layers: int
     num_heads: int

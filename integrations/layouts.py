@@ -94,6 +94,7 @@ _LLAMA = Layout(
     "layers", "self_attn", "self_attn.o_proj", ("q_proj", "k_proj", "v_proj"),
     norm="input_layernorm", causal=True, gated=True,
 )  # fmt: skip
+_VIT = ("attention", "attention.o_proj", ("q_proj", "k_proj", "v_proj"))
 _WITHOUT_CLOSED_FORM = Layout("layers", "self_attn", "self_attn.o_proj", causal=True, gated=True)
 
 LAYOUTS: dict[str, Layout] = {
@@ -126,6 +127,8 @@ LAYOUTS: dict[str, Layout] = {
         norm="input_layernorm", causal=True, gated=True,
     ),
     **dict.fromkeys(("qwen3", "gemma2", "gemma3_text"), _WITHOUT_CLOSED_FORM),
+    **dict.fromkeys(("vit", "deit"), Layout("layers", *_VIT, norm="layernorm_before")),
+    "dinov2": Layout("encoder.layer", *_VIT, norm="norm1"),
 }  # fmt: skip
 """Model types with their layouts. Scores that are normalised (Qwen3, Gemma 3), capped (Gemma 2) or
 disentangled (DeBERTa) have no closed form here."""
@@ -161,9 +164,13 @@ PARTS: dict[str, dict[str, Layout]] = {
 """The same for the parts of an encoder-decoder: its encoder, the self-attention of its decoder, and the cross
 attention of its decoder to what the encoder gives."""
 
+PICTURES = {"vit": ("[CLS]",), "deit": ("[CLS]", "[DIST]"), "dinov2": ("[CLS]",)}
+"""Model types that read pictures, with the labels of the tokens that come before the patches."""
+ANY_SIZE = ("dinov2",)
+"""Those that stretch their positions to pictures of any size."""
+
 REFUSED = {
     "whisper": "a model of sound",
-    "vit": "a model of pictures",
     "mamba": "a model without attention",
     "mixtral": "a mixture of experts",
 }

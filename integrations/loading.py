@@ -1,10 +1,10 @@
-"""Models and tokenizers of ``transformers`` by name or folder."""
+"""Models, tokenizers and image processors of ``transformers`` by name or folder."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,15 +68,29 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         ValueError: If there is none.
     """
+    return _saved(transformers.AutoTokenizer, "tokenizer", path, ("tokenizer*", "vocab*", "*.model"))
+
+
+def load_processor(path: str) -> Any:
+    """The image processor that is saved with a model of pictures.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    files = ("preprocessor_config.json", "processor_config.json")
+    return _saved(transformers.AutoImageProcessor, "image processor", path, files)
+
+
+def _saved(cls: Any, what: str, path: str, files: Sequence[str]) -> Any:
+    """What a class makes of a name, or of a folder that holds some of these files."""
     folder = Path(path)
-    has_files = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
     try:
-        if folder.is_dir() and not has_files:
-            raise ValueError("the folder holds no file of a tokenizer")
-        return transformers.AutoTokenizer.from_pretrained(path)
+        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in files):
+            raise ValueError(f"the folder holds no file of a {what}")
+        return cls.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no tokenizer is found at {path!r}: save it there with its save_pretrained, or in Python pass "
+            f"no {what} is found at {path!r}: save it there with its save_pretrained, or in Python pass "
             "tokenizer="
         ) from error
 

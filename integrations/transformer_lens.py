@@ -18,8 +18,8 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forecast import Size
 from captum_hta.forward_pass import Site, observed
-from captum_hta.integrations.layouts import layout_for
-from captum_hta.integrations.loading import demo_path, load_pretrained, load_tokenizer
+from captum_hta.integrations.layouts import PICTURES, layout_for
+from captum_hta.integrations.loading import demo_path, load_pretrained, load_processor, load_tokenizer
 from captum_hta.integrations.proof import Proof, is_untouched, require_eval, require_weights
 from captum_hta.integrations.texts import TextReader
 from captum_hta.integrations.transformers import TransformersModel
@@ -206,7 +206,7 @@ class TransformerLensModel:
 
     def _proven(self) -> list[Check]:
         """Check the adapter; give up the closed form if that alone does not hold."""
-        proof = Proof(self, self.architecture, len(self.tokenizer), self.tokenizer.pad_token_id)
+        proof = Proof(self, self.architecture, self.reader.sample())
         block = self.bridge.blocks[proof.layer]
         proof.run(
             {
@@ -247,7 +247,8 @@ def load_model(
             ``tokenizer``), or a ``TransformerBridge``. Default: ``None``, the demo model (a real 6-layer
             BERT, all-MiniLM-L6-v2) of the extra ``captum-hta[demo]``. A model that is passed in is not
             changed: what is used is a copy in eval mode that shares its weights.
-        tokenizer: Its tokenizer. Default: ``None``, the one saved with the model.
+        tokenizer: Its tokenizer, or for a model of pictures its image processor. Default: ``None``, the one
+            saved with the model. Without a processor, pictures are arrays of pixel values.
         device: Where to run. Default: ``None``, where the model is.
         dtype: Of the weights. Default: ``None``, as they are.
         adapter: Force ``"transformer_lens"``, for its hook points, or ``"transformers"``, which knows the
@@ -276,7 +277,8 @@ def load_model(
     if not isinstance(model, Module):
         path = demo_path() if model is None else str(model)
         loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
-        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
+        if tokenizer is None:
+            tokenizer = (load_processor if _sees(loaded) else load_tokenizer)(path)
         name = "all-MiniLM-L6-v2" if model is None else Path(path).name
     else:
         if options:
@@ -284,12 +286,19 @@ def load_model(
         layout_for(getattr(model, "config", None), type(model).__name__, part)
         loaded = _copy(model, shares_weights=device is None and dtype is None)
         name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
-    if tokenizer is None:
+    if tokenizer is None and not _sees(loaded):
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
     loaded = loaded.to(device=device, dtype=dtype).eval()
     if adapter == "transformer_lens" or (adapter is None and loaded.config.model_type in _MASKED_LM):
+        if part is not None:
+            raise ValueError("the adapter of TransformerLens knows no parts: leave out adapter")
         return TransformerLensModel(_bridge(loaded, name), tokenizer, name)
     return TransformersModel(loaded, tokenizer, name, part)
+
+
+def _sees(model: Module) -> bool:
+    """Whether it reads pictures, for which a processor is optional."""
+    return model.config.model_type in PICTURES
 
 
 def _refuse_changes(device: Any, dtype: Any) -> None:
@@ -305,9 +314,13 @@ def _copy(model: Module, shares_weights: bool) -> Module:
 
 def _bridge(model: Module, name: str) -> TransformerBridge:
     """A bridge on ``model``, whose modules it replaces."""
-    model.set_attn_implementation("eager")
     kind = model.config.model_type
     architecture = type(model).__name__
+    if _sees(model):
+        raise ValueError(
+            f"the adapter of TransformerLens reads texts, and {architecture} pictures: leave out adapter"
+        )
+    model.set_attn_implementation("eager")
     if architecture not in _BRIDGED:
         architecture = _MASKED_LM.get(kind, architecture)
     if architecture not in SUPPORTED_ARCHITECTURES:

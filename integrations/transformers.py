@@ -32,7 +32,7 @@ from captum_hta.integrations.layouts import (
     token_norm,
 )
 from captum_hta.integrations.proof import Proof, is_untouched, require_eval, require_weights
-from captum_hta.integrations.texts import TextReader
+from captum_hta.integrations.readers import reader_for
 from captum_hta.model import Attention, Batch, Encoding, Text
 
 OBSERVED = "captum_hta_observed"
@@ -50,7 +50,8 @@ class TransformersModel:
 
     Args:
         model: An encoder or a decoder in eval mode, with or without a head.
-        tokenizer: Its tokenizer.
+        tokenizer: Its tokenizer; of a model of pictures its image processor, or ``None``: then arrays of
+            pixel values ``[channel, height, width]`` are read as they are.
         name: What to call the model. Default: ``None``, the name that it was loaded by.
         part: Of an encoder-decoder, ``"encoder"``; ``"decoder"``, the self-attention of its decoder; or
             ``"cross"``, the attention of its decoder to what the encoder gives: queries are the decoder's
@@ -80,15 +81,15 @@ class TransformersModel:
         self.d_head = matrix(self.places[0].projection).shape[1] // self.num_heads
         grouped = None if self.part else getattr(config, "num_key_value_heads", None)
         self.key_heads = grouped or self.num_heads
-        self.max_length = _longest(self.base)
-        self.reader = TextReader(tokenizer, model.get_input_embeddings().weight.shape[0])
+        self.reader = reader_for(self.base, tokenizer, self.part, self.name)
+        self.max_length = self.reader.longest or _longest(self.base)
         self._memory = self._encoder_sites() if self.part == "cross" else None
         self.key_layers = None if self._memory is None else len(self._memory) - 1
         self._parameters = inspect.signature(self.base.forward).parameters
         self._closed_form = bool(self.layout.projections)
         require_weights(self.name, model)
         self._require_eval()
-        proof = Proof(self, self.architecture, config.vocab_size, tokenizer.pad_token_id)
+        proof = Proof(self, self.architecture, self.reader.sample())
         proof.run({})
         if self._closed_form:
             self._closed_form = proof.closed_form_holds()
@@ -99,7 +100,7 @@ class TransformersModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer."""
+        """The tokenizer, or the image processor."""
         return self.reader.tokenizer
 
     @property
@@ -130,43 +131,16 @@ class TransformersModel:
         )
 
     def encode(self, text: Text, max_length: int | None = None) -> Encoding:
-        """Read a text, or a pair of them; with ``max_length`` the first tokens alone.
-
-        Raises:
-            ValueError: If a decoder is not given a pair.
-        """
-        if self.part not in ("decoder", "cross"):
-            return self.reader.encode(text, max_length)
-        if isinstance(text, str):
-            raise ValueError(
-                f"the {self.part} part reads a pair of texts, what the encoder reads and what the decoder "
-                f"has said, got {text!r}"
-            )
-        context = self.reader.encode(text[0], max_length)
-        return self.reader.decoder(text[1], self._start, max_length, context)
-
-    @property
-    def _start(self) -> int:
-        """The token that a decoder starts from."""
-        config = self.base.config
-        for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-            if getattr(config, name, None) is not None:
-                return getattr(config, name)
-        raise ValueError(
-            f"{self.name} does not tell what its decoder starts from: set decoder_start_token_id"
-        )
+        """Read a text, a pair of them or a picture; with ``max_length`` the first tokens alone."""
+        return self.reader.encode(text, max_length)
 
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
         """Pad encodings on the right, on the model's device."""
-        batch = self.reader.batch(encodings, self.device)
-        if self.part not in ("decoder", "cross"):
-            return batch
-        context = self.reader.batch([encoding.context for encoding in encodings], self.device)
-        extra = (batch.extra[0], context.inputs[0], context.extra[0])
-        return Batch(batch.inputs, extra, batch.mask, context.mask if self.part == "cross" else None)
+        return self.reader.batch(encodings, self.device)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, *others: Tensor | None) -> Any:
-        """Run the model, without its head where that can be left out, on token ids ``[batch, position]``.
+        """Run the model, without its head where that can be left out, on token ids ``[batch, position]`` or
+        pixel values ``[batch, channel, height, width]``.
 
         ``others`` are segments, or what the encoder of a decoder reads and its mask.
         """
@@ -175,19 +149,17 @@ class TransformersModel:
 
     def _forward(self, ids: Tensor, mask: Tensor | None, *others: Tensor | None) -> Any:
         if self.part == "encoder" and hasattr(self.base, "decoder"):
-            return self.base.encoder(input_ids=ids, attention_mask=mask)
+            return self.base.encoder(attention_mask=mask, **{self.base.main_input_name: ids})
         options: dict[str, Any] = {"attention_mask": mask}
         if "use_cache" in self._parameters:
             options["use_cache"] = False
         if self.part in ("decoder", "cross"):
             read, read_mask = others
-            return self.base(
-                input_ids=read, decoder_input_ids=ids, decoder_attention_mask=mask,
-                **(options | {"attention_mask": read_mask}),
-            )  # fmt: skip
+            options |= {"attention_mask": read_mask, self.base.main_input_name: read}
+            return self.base(decoder_input_ids=ids, decoder_attention_mask=mask, **options)
         if "token_type_ids" in self._parameters and getattr(self.base.config, "type_vocab_size", 0) > 1:
             (options["token_type_ids"],) = others or (None,)
-        return self.base(input_ids=ids, **options)
+        return self.base(**{self.base.main_input_name: ids}, **options)
 
     def source(self, layer: int) -> Site:
         """What enters block ``layer``; of cross attention, that of the encoder, or what it gives."""

@@ -171,6 +171,26 @@ FAMILIES = {
 }
 
 
+SEEN = {"image_size": 12, "patch_size": 4}
+VISION = {
+    name: value for name, value in (ENCODER | SEEN).items()
+    if name not in ("vocab_size", "max_position_embeddings")
+}  # fmt: skip
+PICTURES = {
+    "ViT": Family(
+        lambda: hf.ViTModel(hf.ViTConfig(**VISION)), projection="attention.o_proj", exact=False
+    ),
+    "DeiT": Family(
+        lambda: hf.DeiTModel(hf.DeiTConfig(**VISION)), projection="attention.o_proj", exact=False
+    ),
+    "DINOv2": Family(
+        lambda: hf.Dinov2Model(hf.Dinov2Config(**VISION)), "encoder.layer.{}", "attention.o_proj",
+        exact=False, note="of any size",
+    ),
+}  # fmt: skip
+"""Models of pictures. Their softmax is in float32, whatever the weights are in."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """A kind of encoder-decoder.
@@ -229,7 +249,7 @@ PAIRS = {
 def tiny(name: str) -> Module:
     """The model of a family, in float64 and eval mode."""
     torch.manual_seed(0)
-    model = (FAMILIES | PAIRS)[name].make().double().eval()
+    model = (FAMILIES | PICTURES | PAIRS)[name].make().double().eval()
     with torch.no_grad():  # away from where biases are nought and norms are one
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -249,8 +269,9 @@ def table() -> str:
         "| family | closed form of the previous layer | TransformerLens too | notes |",
         "|---|---|---|---|",
     ]
-    for name, family in FAMILIES.items():
+    for name, family in (FAMILIES | PICTURES).items():
         kind = "decoder" if family.causal else "encoder"
+        kind += " of pictures" if name in PICTURES else ""
         notes = f"{kind}, {family.note}" if family.note else kind
         answers = ("yes" if holds else "no" for holds in (family.closed_form, family.bridge))
         lines.append(f"| {name} | {' | '.join(answers)} | {notes} |")

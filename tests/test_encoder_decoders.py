@@ -176,12 +176,14 @@ def test_parts_are_named() -> None:
             load_model(tiny("BART"), tokenizer=Words(60), part=part)
     with pytest.raises(ValueError, match="has no parts"):
         load_model(tiny("GPT-2"), tokenizer=Words(60), part="decoder")
+    with pytest.raises(ValueError, match="knows no parts: leave out adapter"):
+        load_model(tiny("BART"), tokenizer=Words(60), part="encoder", adapter="transformer_lens")
     assert load_model(tiny("BART"), tokenizer=Words(60), part="cross").key_layers == 2
 
 
 def test_a_decoder_needs_a_pair() -> None:
     """The error says which texts."""
-    with pytest.raises(ValueError, match="what the encoder reads and what the decoder has said"):
+    with pytest.raises(TypeError, match=r"what the encoder reads .* and what the decoder has said, got 'one"):
         contributions(adapter("T5", "decoder"), "one two")
 
 
