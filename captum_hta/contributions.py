@@ -415,22 +415,34 @@ def encoded(model: Model, text: Text, number: int, truncation: bool = False) -> 
     encoding = model.encode(text)
     if not len(encoding):
         raise ValueError(f"text {number} has no token: {text!r}")
-    if model.max_length is not None and len(encoding) > model.max_length:
+    length = max(text_lengths(encoding), default=0)
+    if model.max_length is not None and length > model.max_length:
         if truncation:
             return model.encode(text, model.max_length)
         raise ValueError(
-            f"text {number} has {len(encoding)} tokens, but {model.name} reads at most "
-            f"{model.max_length}: shorten it (in Python, truncation=True cuts it)"
+            f"text {number} has {length} tokens, but {model.name} reads at most {model.max_length}: shorten "
+            "it, or let truncation=True (--truncation) cut it"
         )
     return encoding
 
 
+def text_lengths(encoding: Encoding) -> list[int]:
+    """Tokens of a text and of its context; pictures, which are not cut, are left out."""
+    both = (encoding, encoding.context)
+    return [len(one) for one in both if one is not None and one.content is None]
+
+
+def missing_tokens(model: Model, text: Text, encoding: Encoding) -> int:
+    """How many tokens of a text its encoding lacks."""
+    lengths = text_lengths(encoding)
+    if model.max_length not in lengths:
+        return 0
+    return sum(text_lengths(model.encode(text))) - sum(lengths)
+
+
 def _cut(model: Model, texts: Sequence[Text], encodings: Sequence[Encoding]) -> list[int]:
     """How many tokens of each text are missing."""
-    cut = [
-        len(model.encode(text)) - len(encoding) if len(encoding) == model.max_length else 0
-        for text, encoding in zip(texts, encodings, strict=True)
-    ]
+    cut = [missing_tokens(model, *pair) for pair in zip(texts, encodings, strict=True)]
     if any(cut):
         rows = ", ".join(f"{count} of text {number}" for number, count in enumerate(cut) if count)
         logger.warning("tokens left out, since %s reads %d: %s", model.name, model.max_length, rows)
