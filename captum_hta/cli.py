@@ -35,6 +35,12 @@ from captum_hta.probes import FIRST_PROBES
 EXPLAIN_PROBES = 32
 DOCTOR_TOKENS = 32
 FAILED = 1
+INSTEAD = {
+    "text": "give the second by --pair",
+    "picture": "leave out --pair",
+    "sound": "explain takes none, but captum_hta.contributions does",
+}
+"""What to do with a model that does not read what it is given."""
 out = Console(soft_wrap=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -194,9 +200,7 @@ def explain(
 def _encoded(model: Model, text: Text, truncation: bool) -> Encoding:
     """The text as the model reads it; says what is cut of it."""
     if not model.reader.accepts(text):
-        raise UserError(
-            f"{model.name} reads {model.reader.reads}: give one text, or the second of a pair by --pair"
-        )
+        raise UserError(f"{model.name} reads {model.reader.reads}: {INSTEAD[model.reader.medium]}")
     encoding = encoded(model, text, 0, truncation)
     cut = missing_tokens(model, text, encoding) if truncation else 0
     if cut:

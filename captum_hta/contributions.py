@@ -460,8 +460,8 @@ def word_groups(encoding: Encoding) -> tuple[list[int], list[str]]:
     """
     if encoding.words is None or encoding.word_labels is None:
         raise ValueError(
-            "the patches of a picture make no words"
-            if encoding.grid
+            "pictures and sounds are not made of words"
+            if encoding.content is not None
             else "the tokenizer does not tell which tokens make a word: use a fast tokenizer"
         )
     groups: list[int] = []

@@ -21,17 +21,18 @@ Text = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class Encoding:
-    """One text, or one picture, as the model reads it.
+    """One text, picture or sound as the model reads it.
 
     Attributes:
-        ids: Token ids; of a picture, none.
+        ids: Token ids; only of texts.
         segments: For each token the segment it belongs to, 0 or 1 in a pair.
         tokens: For each token a label.
         words: For each token the number of its word, ``None`` for special tokens; where the words are not
             known, ``None`` for all.
         word_labels: For each word its label.
         context: What the encoder read, where these are the tokens of a decoder.
-        content: What is read in the place of ids: pixel values ``[channel, height, width]``.
+        content: What is read in the place of ids: pixel values ``[channel, height, width]`` of a picture,
+            features ``[feature, frame]`` of a sound.
         grid: Rows and columns of the patches that the last tokens of a picture are.
         picture: The picture as it is read, to be shown: ``[height, width, 3]`` in 0 to 1.
     """
@@ -92,6 +93,20 @@ class Batch:
     mask: Tensor
     key_mask: Tensor | None = None
 
+    @classmethod
+    def of_contents(cls, encodings: Sequence[Encoding], device: torch.device) -> Batch:
+        """What several encodings hold in the place of ids, without padding.
+
+        Raises:
+            ValueError: If they are of several shapes.
+        """
+        shapes = sorted({tuple(encoding.content.shape) for encoding in encodings})
+        if len(shapes) > 1:
+            raise ValueError(f"pictures of one call must be of one size, got {shapes}: call once for each")
+        contents = torch.stack([encoding.content for encoding in encodings]).to(device)
+        mask = torch.ones(len(encodings), len(encodings[0]), dtype=torch.bool, device=device)
+        return cls((contents,), (None,), mask)
+
     @property
     def keys(self) -> Tensor:
         """The mask of the keys."""
@@ -112,10 +127,10 @@ class Attention:
 
 
 class Reader(Protocol):
-    """What makes tokens of a text or a picture.
+    """What makes tokens of a text, a picture or a sound.
 
     Attributes:
-        medium: What it reads, in a word: ``"text"``, ``"picture"``.
+        medium: What it reads, in a word: ``"text"``, ``"picture"`` or ``"sound"``.
         reads: What it takes, in words that go on from "must be".
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Layout:
         unit_offset: Whether the norm's weight is stored as its distance from one.
         causal: Whether queries see no later keys.
         gated: Whether the feed-forward part has a gate.
+        scales_queries: Whether queries are scaled by the ``scaling`` of ``attention`` when they are made, not
+            when they meet keys.
         memory: Of an encoder, the module that gives what a decoder reads; ``None``: its last block.
     """
 
@@ -42,6 +44,7 @@ class Layout:
     unit_offset: bool = False
     causal: bool = False
     gated: bool = False
+    scales_queries: bool = False
     memory: str | None = None
 
     def places(self, base: Module) -> list[Place]:
@@ -160,6 +163,10 @@ PARTS: dict[str, dict[str, Layout]] = {
     "t5": _T5,
     "bart": _bart(None, None),
     "mbart": _bart("self_attn_layer_norm", "encoder.layer_norm"),
+    "whisper": {
+        part: replace(layout, scales_queries=True)
+        for part, layout in _bart("self_attn_layer_norm", "encoder.layer_norm").items()
+    },
 }
 """The same for the parts of an encoder-decoder: its encoder, the self-attention of its decoder, and the cross
 attention of its decoder to what the encoder gives."""
@@ -168,9 +175,10 @@ PICTURES = {"vit": ("[CLS]",), "deit": ("[CLS]", "[DIST]"), "dinov2": ("[CLS]",)
 """Model types that read pictures, with the labels of the tokens that come before the patches."""
 ANY_SIZE = ("dinov2",)
 """Those that stretch their positions to pictures of any size."""
+SOUNDS = ("whisper",)
+"""Model types whose encoder reads sounds."""
 
 REFUSED = {
-    "whisper": "a model of sound",
     "mamba": "a model without attention",
     "mixtral": "a mixture of experts",
 }

@@ -1,4 +1,4 @@
-"""Models, tokenizers and image processors of ``transformers`` by name or folder."""
+"""Models, tokenizers and processors of ``transformers`` by name or folder."""
 
 from __future__ import annotations
 
@@ -71,14 +71,16 @@ def load_tokenizer(path: str) -> Any:
     return _saved(transformers.AutoTokenizer, "tokenizer", path, ("tokenizer*", "vocab*", "*.model"))
 
 
-def load_processor(path: str) -> Any:
-    """The image processor that is saved with a model of pictures.
+def load_processor(path: str, medium: str) -> Any:
+    """The image processor that is saved with a model of pictures, or the processor of a model of sounds.
 
     Raises:
         ValueError: If there is none.
     """
     files = ("preprocessor_config.json", "processor_config.json")
-    return _saved(transformers.AutoImageProcessor, "image processor", path, files)
+    if medium == "picture":
+        return _saved(transformers.AutoImageProcessor, "image processor", path, files)
+    return _saved(transformers.AutoProcessor, "processor", path, files)
 
 
 def _saved(cls: Any, what: str, path: str, files: Sequence[str]) -> Any:

@@ -140,12 +140,7 @@ class PictureReader:
         Raises:
             ValueError: If they are of several sizes.
         """
-        shapes = sorted({tuple(encoding.content.shape) for encoding in encodings})
-        if len(shapes) > 1:
-            raise ValueError(f"pictures of one call must be of one size, got {shapes}: call once for each")
-        pixels = torch.stack([encoding.content for encoding in encodings]).to(device)
-        mask = torch.ones(len(encodings), len(encodings[0]), dtype=torch.bool, device=device)
-        return Batch((pixels,), (None,), mask)
+        return Batch.of_contents(encodings, device)
 
 
 def opened(path: str | PathLike) -> Image.Image:

@@ -119,12 +119,11 @@ class PairReader:
         cross: Whether keys are of what the encoder reads.
     """
 
-    medium = "text"
     longest: int | None = None
 
     def __init__(self, context: Any, said: TextReader, start: int, cross: bool) -> None:
         self.context, self.said, self.start, self.cross = context, said, start, cross
-        self.tokenizer = said.tokenizer
+        self.tokenizer, self.medium = said.tokenizer, context.medium
         self.reads = f"a pair, what the encoder reads ({context.reads}) and what the decoder has said"
 
     def accepts(self, text: Any) -> bool:

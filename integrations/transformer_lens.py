@@ -18,7 +18,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forecast import Size
 from captum_hta.forward_pass import Site, observed
-from captum_hta.integrations.layouts import PICTURES, layout_for
+from captum_hta.integrations.layouts import PICTURES, SOUNDS, layout_for
 from captum_hta.integrations.loading import demo_path, load_pretrained, load_processor, load_tokenizer
 from captum_hta.integrations.proof import Proof, is_untouched, require_eval, require_weights
 from captum_hta.integrations.texts import TextReader
@@ -247,8 +247,8 @@ def load_model(
             ``tokenizer``), or a ``TransformerBridge``. Default: ``None``, the demo model (a real 6-layer
             BERT, all-MiniLM-L6-v2) of the extra ``captum-hta[demo]``. A model that is passed in is not
             changed: what is used is a copy in eval mode that shares its weights.
-        tokenizer: Its tokenizer, or for a model of pictures its image processor. Default: ``None``, the one
-            saved with the model. Without a processor, pictures are arrays of pixel values.
+        tokenizer: Its tokenizer, or for a model of pictures or sounds its processor. Default: ``None``, the
+            one saved with the model. Without a processor, pictures are arrays of pixel values.
         device: Where to run. Default: ``None``, where the model is.
         dtype: Of the weights. Default: ``None``, as they are.
         adapter: Force ``"transformer_lens"``, for its hook points, or ``"transformers"``, which knows the
@@ -278,7 +278,8 @@ def load_model(
         path = demo_path() if model is None else str(model)
         loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
         if tokenizer is None:
-            tokenizer = (load_processor if _sees(loaded) else load_tokenizer)(path)
+            medium = _medium(loaded)
+            tokenizer = load_tokenizer(path) if medium == "text" else load_processor(path, medium)
         name = "all-MiniLM-L6-v2" if model is None else Path(path).name
     else:
         if options:
@@ -286,7 +287,7 @@ def load_model(
         layout_for(getattr(model, "config", None), type(model).__name__, part)
         loaded = _copy(model, shares_weights=device is None and dtype is None)
         name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
-    if tokenizer is None and not _sees(loaded):
+    if tokenizer is None and _medium(loaded) == "text":
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
     loaded = loaded.to(device=device, dtype=dtype).eval()
     if adapter == "transformer_lens" or (adapter is None and loaded.config.model_type in _MASKED_LM):
@@ -296,9 +297,10 @@ def load_model(
     return TransformersModel(loaded, tokenizer, name, part)
 
 
-def _sees(model: Module) -> bool:
-    """Whether it reads pictures, for which a processor is optional."""
-    return model.config.model_type in PICTURES
+def _medium(model: Module) -> str:
+    """What it reads; but for texts, a processor is optional."""
+    kind = model.config.model_type
+    return "picture" if kind in PICTURES else "sound" if kind in SOUNDS else "text"
 
 
 def _refuse_changes(device: Any, dtype: Any) -> None:
@@ -316,9 +318,10 @@ def _bridge(model: Module, name: str) -> TransformerBridge:
     """A bridge on ``model``, whose modules it replaces."""
     kind = model.config.model_type
     architecture = type(model).__name__
-    if _sees(model):
+    if _medium(model) != "text":
         raise ValueError(
-            f"the adapter of TransformerLens reads texts, and {architecture} pictures: leave out adapter"
+            f"the adapter of TransformerLens reads texts, and {architecture} {_medium(model)}s: leave out "
+            "adapter"
         )
     model.set_attn_implementation("eager")
     if architecture not in _BRIDGED:

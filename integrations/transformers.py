@@ -51,7 +51,9 @@ class TransformersModel:
     Args:
         model: An encoder or a decoder in eval mode, with or without a head.
         tokenizer: Its tokenizer; of a model of pictures its image processor, or ``None``: then arrays of
-            pixel values ``[channel, height, width]`` are read as they are.
+            pixel values ``[channel, height, width]`` are read as they are. Of a model of sounds its
+            processor; a feature extractor or ``None`` does for the encoder, a tokenizer where the encoder is
+            given features.
         name: What to call the model. Default: ``None``, the name that it was loaded by.
         part: Of an encoder-decoder, ``"encoder"``; ``"decoder"``, the self-attention of its decoder; or
             ``"cross"``, the attention of its decoder to what the encoder gives: queries are the decoder's
@@ -131,7 +133,7 @@ class TransformersModel:
         )
 
     def encode(self, text: Text, max_length: int | None = None) -> Encoding:
-        """Read a text, a pair of them or a picture; with ``max_length`` the first tokens alone."""
+        """Read a text, a pair, a picture or a sound; with ``max_length`` the first tokens alone."""
         return self.reader.encode(text, max_length)
 
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
@@ -140,12 +142,16 @@ class TransformersModel:
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, *others: Tensor | None) -> Any:
         """Run the model, without its head where that can be left out, on token ids ``[batch, position]`` or
-        pixel values ``[batch, channel, height, width]``.
+        pixel values ``[batch, channel, height, width]`` or features ``[batch, feature, frame]``.
 
         ``others`` are segments, or what the encoder of a decoder reads and its mask.
         """
         with _SWITCH:
-            return self._forward(ids, mask, *others)
+            return self._forward(*map(self._cast, (ids, mask, *others)))
+
+    def _cast(self, value: Tensor | None) -> Tensor | None:
+        """Pixels and features as the weights are."""
+        return value.to(self.dtype) if value is not None and value.is_floating_point() else value
 
     def _forward(self, ids: Tensor, mask: Tensor | None, *others: Tensor | None) -> Any:
         if self.part == "encoder" and hasattr(self.base, "decoder"):
@@ -200,6 +206,9 @@ class TransformersModel:
         rotation = None
         if seen.position_embeddings is not None:
             rotation = _rotation(place.attention, seen.position_embeddings, self.d_head)
+        query_map = rotation
+        if self.layout.scales_queries:
+            query_map = place.attention.scaling * torch.eye(self.d_head).to(x)[None, None, None]
         return AttentionFactors(
             pattern=seen.pattern,
             query=seen.query,
@@ -211,7 +220,7 @@ class TransformersModel:
             key_weight=key_weight,
             value_weight=value_weight,
             norm=token_norm(self.layout, place.block, x),
-            query_map=rotation,
+            query_map=query_map,
             key_map=rotation,
         )
 
@@ -284,7 +293,8 @@ def layout_of(model: Any, part: str | None = None) -> Layout:
 
 def _longest(base: Module) -> int | None:
     """The longest text that the positions of a model hold."""
-    longest = getattr(base.config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_target_positions")
+    longest = next((getattr(base.config, name) for name in names if hasattr(base.config, name)), None)
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)
     return longest if longest is None or padding is None else longest - padding - 1

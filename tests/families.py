@@ -217,6 +217,10 @@ BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 60,
     "max_position_embeddings": 40, "pad_token_id": 0, "decoder_start_token_id": 2,
 }  # fmt: skip
+WHISPER = BART | {
+    "num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": 20, "bos_token_id": 2,
+    "eos_token_id": 2,
+}  # fmt: skip
 BART_PATHS = (
     ("encoder.layers.{}", "decoder.layers.{}"),
     {"encoder": "self_attn.out_proj", "decoder": "self_attn.out_proj", "cross": "encoder_attn.out_proj"},
@@ -242,6 +246,10 @@ PAIRS = {
     "BART": Pair(lambda: hf.BartModel(hf.BartConfig(**BART)), *BART_PATHS, "encoder.layers.1"),
     "mBART": Pair(
         lambda: hf.MBartModel(hf.MBartConfig(**BART)), *BART_PATHS, "encoder.layer_norm", note="pre-LN"
+    ),
+    "Whisper": Pair(
+        lambda: hf.WhisperModel(hf.WhisperConfig(**WHISPER)), *BART_PATHS, "encoder.layer_norm",
+        note="the encoder reads sounds, pre-LN",
     ),
 }  # fmt: skip
 

@@ -573,6 +573,17 @@ def test_explain_fails_on_pictures(
     assert not (tmp_path / "explain.png").exists()
 
 
+def test_explain_takes_no_sounds(command: Command, tmp_path: Path) -> None:
+    """A model that hears them is for Python."""
+    tiny("Whisper").save_pretrained(tmp_path / "model")
+    extractor = transformers.WhisperFeatureExtractor(feature_size=4, chunk_length=1)
+    extractor.save_pretrained(tmp_path / "model")
+    arguments = ("--model", "model", "--part", "encoder")
+    command("explain", "a.wav", *arguments).fails("reads a sound", "captum_hta.contributions does")
+    command("study", *arguments).fails("a study is of texts")
+    assert "6 tokens" in command("doctor", *arguments[1:]).out
+
+
 def test_a_study_is_of_texts(command: Command, tmp_path: Path, vit: str) -> None:
     """A model of pictures is refused before any line is read."""
     command("study", written(tmp_path, *GOOD), "--model", vit).fails("a study is of texts")

@@ -140,7 +140,7 @@ def test_labels_are_places(name: str) -> None:
     places = [f"({row}, {column})" for row in range(3) for column in range(3)]
     assert found.tokens == [MARKS[name] + places]
     assert found.encodings[0].grid == (3, 3)
-    with pytest.raises(ValueError, match="patches of a picture make no words"):
+    with pytest.raises(ValueError, match="not made of words"):
         found.to_words()
 
 
@@ -300,6 +300,14 @@ def test_models_of_text_refuse_pictures(picture: object) -> None:
     model = TransformersModel(tiny("BERT"), WordTokenizer(60))
     with pytest.raises(TypeError, match="a string or a pair of strings"):
         contributions(model, [picture])
+
+
+def test_a_tokenizer_is_no_processor() -> None:
+    """The error says what to pass."""
+    with pytest.raises(
+        TypeError, match="ViTModel reads pictures: pass an image processor, got WordTokenizer"
+    ):
+        load_model(tiny("ViT"), tokenizer=WordTokenizer(60))
 
 
 def test_transformer_lens_does_not_bridge_them() -> None:
