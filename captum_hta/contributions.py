@@ -171,7 +171,7 @@ def contributions(
         model: An adapter around a model, such as
             :func:`captum_hta.integrations.transformer_lens.load_model` gives.
         texts: Texts, or pairs of texts; for a model of pictures paths, PIL images or arrays ``[channel,
-            height, width]``.
+            height, width]``, for one of sounds arrays.
         source: ``"input"``, the embedding that enters the first block (the *input contribution* of
             Pascual et al. 2021); ``"previous_layer"``, what enters the target's own block (the
             *previous-layer contribution*); or an int ``k``, what enters block ``k``.
@@ -427,7 +427,7 @@ def encoded(model: Model, text: Text, number: int, truncation: bool = False) -> 
 
 
 def text_lengths(encoding: Encoding) -> list[int]:
-    """Tokens of a text and of its context; pictures, which are not cut, are left out."""
+    """Tokens of a text and of its context; pictures and sounds, which are never cut, are left out."""
     both = (encoding, encoding.context)
     return [len(one) for one in both if one is not None and one.content is None]
 

@@ -184,7 +184,7 @@ def _overlay(axis: Axes, picture: NDArray[np.float64], values: NDArray[np.float6
     height, width = picture.shape[:2]
     axis.imshow(picture @ LUMINANCE, cmap="gray", vmin=-1, vmax=1)  # light
     image = axis.imshow(
-        values, cmap=VEIL, norm=PowerNorm(0.5, vmin=0, vmax=top),  interpolation="nearest",
+        values, cmap=VEIL, norm=PowerNorm(0.5, vmin=0, vmax=top), interpolation="nearest",
         extent=(-0.5, width - 0.5, height - 0.5, -0.5),
     )  # fmt: skip
     axis.set_axis_off()

@@ -63,10 +63,10 @@ class PictureReader:
         return array or isinstance(picture, str | PathLike | Image.Image)
 
     def sample(self) -> Encoding:
-        """A picture of waves."""
+        """The first tokens of a picture of waves."""
         height, width = (2 * self.patch[0], 3 * self.patch[1]) if self.any_size else self.shape[1:]
         count = self.shape[0] * height * width
-        return self._encoding(torch.arange(count).mul(0.7).sin().view(-1, height, width))
+        return self._encoding(torch.arange(count).mul(0.7).sin().view(-1, height, width)).first(6)
 
     def encode(self, picture: Any, max_length: int | None = None) -> Encoding:
         """Read a picture. Nothing of it is cut: a model has a place for every patch.

@@ -45,8 +45,9 @@ class SoundReader:
         return isinstance(sound, np.ndarray | Tensor) and sound.ndim in (1, 2)
 
     def sample(self) -> Encoding:
-        """Features of waves."""
-        return self._encoding(torch.arange(self.shape[0] * self.shape[1]).mul(0.7).sin().view(self.shape))
+        """The first tokens of features of waves."""
+        waves = torch.arange(self.shape[0] * self.shape[1]).mul(0.7).sin()
+        return self._encoding(waves.view(self.shape)).first(6)
 
     def encode(self, sound: Any, max_length: int | None = None) -> Encoding:
         """Read a sound. It is made as long as the model hears, so nothing of it is cut.

@@ -156,6 +156,15 @@ def test_a_place_is_where_its_patch_is() -> None:
     assert [label for label, has_moved in zip(labels, moved, strict=True) if has_moved] == ["(1, 2)"]
 
 
+@every_model
+def test_loading_looks_at_few_tokens(name: str) -> None:
+    """A picture as large as the model reads would take minutes to prove; nothing is left behind."""
+    model = TransformersModel(tiny(name), None)
+    assert "[1, 6, 16]" in {check.found for check in model.checks}
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.model.modules())
+    assert model.attention(model.batch([model.encode(pictures(1)[0])]))[0].pattern.shape[-1] > 9
+
+
 def test_pictures_of_any_size() -> None:
     """DINOv2 stretches its positions; the grid is that of the picture."""
     wide = pictures(1, 8, 16)
