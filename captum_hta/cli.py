@@ -14,20 +14,33 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from captum_hta import __version__, plots, report, study
-from captum_hta.contributions import Contributions, contributions, encoded
+from captum_hta.contributions import (
+    Contributions,
+    contributions,
+    encoded,
+    missing_tokens,
+    text_lengths,
+)
 from captum_hta.forecast import forecast, in_all
-from captum_hta.model import Model, Text
+from captum_hta.model import Encoding, Model, Text
 from captum_hta.norms import NORMS
 from captum_hta.probes import FIRST_PROBES
 
 EXPLAIN_PROBES = 32
 DOCTOR_TOKENS = 32
 FAILED = 1
+INSTEAD = {
+    "text": "give the second by --pair",
+    "picture": "leave out --pair",
+    "sound": "explain takes none, but captum_hta.contributions does",
+}
+"""What to do with a model that does not read what it is given."""
 out = Console(soft_wrap=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -66,6 +79,18 @@ Exact = Annotated[bool, typer.Option("--exact", help="No probes: every direction
 TimesInputs = Annotated[
     bool, typer.Option("--multiply-by-inputs", help="Weigh each Jacobian by its input vector.")
 ]
+Part = Annotated[
+    str | None,
+    typer.Option(
+        help="Of an encoder-decoder: encoder, decoder (its self-attention) or cross (its attention to the "
+        "encoder). The last two read pairs: what the encoder reads and what the decoder has said."
+    ),
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(help="transformer_lens or transformers. Default: the first for a BERT or RoBERTa."),
+]
+Truncation = Annotated[bool, typer.Option("--truncation", help="Cut what is longer than the model reads.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -83,11 +108,18 @@ def _root(
 
 @app.command()
 def explain(
-    text: Annotated[str, typer.Argument(help="A text, or the first of a pair.")],
+    text: Annotated[str, typer.Argument(help="A text, the first of a pair, or the path of a picture.")],
     pair: Annotated[str | None, typer.Option(help="The second text of a pair.")] = None,
     output: Annotated[
-        Path, typer.Option("--out", "-o", help="The heatmap to write, as PNG, SVG or PDF.")
+        Path, typer.Option("--out", "-o", help="The figure to write, as PNG, SVG or PDF.")
     ] = Path("explain.png"),
+    query: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of the query token to list. Default: all; of a picture the first, its class token.",
+            min=0,
+        ),
+    ] = None,
     head: Annotated[
         int | None,
         typer.Option(
@@ -97,6 +129,9 @@ def explain(
     layers: Layers = None,
     top: Annotated[int, typer.Option(help="Source tokens to list for each query.", min=1)] = 3,
     model: ModelName = None,
+    part: Part = None,
+    adapter: Adapter = None,
+    truncation: Truncation = False,
     device: Device = None,
     seed: Seed = 0,
     norm: Norm = "frobenius",
@@ -112,10 +147,11 @@ def explain(
     multiply_by_inputs: TimesInputs = False,
     debug: Debug = False,
 ) -> None:
-    """Show what the heads take in for one text.
+    """Show what the heads take in for one text or picture.
 
     Prints, for each query token, the source tokens that are most in the output of one head, and draws
-    attention, previous-layer contribution and input contribution side by side.
+    attention, previous-layer contribution and input contribution side by side; for a model of pictures, those
+    of one query over the picture.
 
     Example: captum-hta explain "The cat sat on the mat." --pair "It slept." --layers 3
     """
@@ -123,27 +159,31 @@ def explain(
         raise UserError("the text is empty")
     _check_output(output)
     n_probes = _probes(probes, tolerance, exact, norm, EXPLAIN_PROBES)
-    loaded = _load(model, device)
+    loaded = _load(model, device, adapter, part)
     chosen = _layers(layers, loaded)
     if layers is None:
         chosen = [loaded.num_layers // 2]
     _check_head(head, loaded)
-    words: Text = text if pair is None else (text, pair)
+    read: Text = text if pair is None else (text, pair)
+    encoding = _encoded(loaded, read, truncation)
+    query = _query(query, encoding)
     asked = {"layers": chosen, "norm": norm, "n_probes": n_probes}
-    _announce(loaded, [len(encoded(loaded, words, 0))], asked, tolerance)
+    _announce(loaded, [len(encoding)], asked, tolerance)
     with err.status("Attributing ..."):
         results = {
             source: contributions(
-                loaded, [words], source=source, tolerance=tolerance, seed=seed,
+                loaded, [read], source=source, tolerance=tolerance, seed=seed, truncation=truncation,
                 multiply_by_inputs=multiply_by_inputs, **asked,
             )
             for source in study.SOURCES
         }  # fmt: skip
+    _print_plans(loaded, results)
     heads = [
-        _most_different(results["input"], index) if head is None else head for index in range(len(chosen))
+        _most_different(results["input"], index, query) if head is None else head
+        for index in range(len(chosen))
     ]
     for index, (layer, number) in enumerate(zip(chosen, heads, strict=True)):
-        _print_head(results, index, layer, number, top)
+        _print_head(results, index, f"Layer {layer}, head {number}", number, query, top)
     if head is None:
         out.print(
             "Of each layer the head whose input contribution differs most from its attention.", style="dim"
@@ -151,18 +191,58 @@ def explain(
     for source, result in results.items():
         if result.standard_error is not None:
             _print_error(source, result.standard_error.mean().item(), result.standard_error.max().item())
-    maps = {"attention": results["input"].attention} | {s: r.values for s, r in results.items()}
-    figure = plots.heatmaps(
-        {name: _rows(values, heads) for name, values in maps.items()},
-        results["input"].tokens[0],
-        [f"layer {layer}, head {number}" for layer, number in zip(chosen, heads, strict=True)],
-    )
-    figure.savefig(output, dpi=150)
-    out.print(f"Heatmap: {output}", highlight=False, markup=False, soft_wrap=True)
+    titles = [f"layer {layer}, head {number}" for layer, number in zip(chosen, heads, strict=True)]
+    _figure(results, encoding, heads, query, titles).savefig(output, dpi=150)
+    what = "Heatmap" if encoding.grid is None else "Picture"
+    out.print(f"{what}: {output}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _encoded(model: Model, text: Text, truncation: bool) -> Encoding:
+    """The text as the model reads it; says what is cut of it."""
+    if not model.reader.accepts(text):
+        raise UserError(f"{model.name} reads {model.reader.reads}: {INSTEAD[model.reader.medium]}")
+    encoding = encoded(model, text, 0, truncation)
+    cut = missing_tokens(model, text, encoding) if truncation else 0
+    if cut:
+        out.print(
+            f"{_count(cut, 'token')} cut, since {model.name} reads {model.max_length}.", highlight=False
+        )
+    return encoding
+
+
+def _query(query: int | None, encoding: Encoding) -> int | None:
+    """The query to show; of a picture there is one."""
+    if query is not None and query >= len(encoding):
+        raise UserError(f"--query {query} is no token: there are 0 to {len(encoding) - 1}")
+    return 0 if query is None and encoding.grid is not None else query
+
+
+def _figure(
+    results: dict[str, Contributions],
+    encoding: Encoding,
+    heads: list[int],
+    query: int | None,
+    titles: list[str],
+) -> Figure:
+    """Heatmaps of all queries, or one query over its picture."""
+    patterns = {"attention": results["input"].attention} | {s: r.values for s, r in results.items()}
+    maps = {name: _rows(values, heads) for name, values in patterns.items()}
+    if encoding.grid is None:
+        return plots.heatmaps(maps, encoding.tokens, titles, _keys(results))
+    maps = {name: values[:, query] for name, values in maps.items()}
+    return plots.overlays(maps, encoding.picture, encoding.grid, encoding.tokens, query, titles)
+
+
+def _keys(results: dict[str, Contributions]) -> list[str]:
+    """Labels of the source tokens."""
+    result = results["input"]
+    return result.tokens[0] if result.keys is None else result.keys[0]
 
 
 def _announce(model: Model, lengths: Sequence[int], asked: dict[str, Any], tolerance: float | None) -> None:
-    """Say which ways will be taken, and what they will cost about."""
+    """Say which ways will be taken, and what they will cost about; of cross attention it is not known."""
+    if model.key_layers is not None:
+        return
     n_probes = asked["n_probes"]
     if n_probes is None and tolerance is not None:
         n_probes = FIRST_PROBES
@@ -172,6 +252,15 @@ def _announce(model: Model, lengths: Sequence[int], asked: dict[str, Any], toler
         more = " or more" if tolerance is not None and plans[0].way == "probes" else ""
         for one in plans:
             out.print(f"{plots.MAPS[source]}: {one}{more}", highlight=False, style="dim", soft_wrap=True)
+
+
+def _print_plans(model: Model, results: dict[str, Contributions]) -> None:
+    """Say which ways were taken, where that was not known before."""
+    if model.key_layers is None:
+        return
+    for source, result in results.items():
+        for one in in_all(result.plans):
+            out.print(f"{plots.MAPS[source]}: {one}", highlight=False, style="dim", soft_wrap=True)
 
 
 def _print_error(source: str, mean: float, largest: float) -> None:
@@ -188,15 +277,17 @@ def _rows(values: torch.Tensor, heads: list[int]) -> Any:
     return np.stack([values[0, index, head].numpy() for index, head in enumerate(heads)])
 
 
-def _most_different(result: Contributions, index: int) -> int:
+def _most_different(result: Contributions, index: int, query: int | None) -> int:
     """The head whose input contribution is furthest from its attention, in total variation."""
-    distance = (result.values[0, index] - result.attention[0, index]).abs().sum((-1, -2))
-    return int(distance.argmax())
+    distance = (result.values[0, index] - result.attention[0, index]).abs().sum(-1)
+    return int((distance.sum(-1) if query is None else distance[:, query]).argmax())
 
 
-def _print_head(results: dict[str, Contributions], index: int, layer: int, head: int, top: int) -> None:
+def _print_head(
+    results: dict[str, Contributions], index: int, title: str, head: int, query: int | None, top: int
+) -> None:
     tokens = results["input"].tokens[0]
-    table = Table(title=f"Layer {layer}, head {head}: strongest source tokens", title_justify="left")
+    table = Table(title=f"{title}: strongest source tokens", title_justify="left")
     table.add_column("#", justify="right", style="dim")
     table.add_column("query", style="bold")
     columns = {
@@ -206,16 +297,17 @@ def _print_head(results: dict[str, Contributions], index: int, layer: int, head:
     }
     for name in columns:
         table.add_column(name)
-    for query, token in enumerate(tokens):
-        rows = [values[0, index, head, query] for values in columns.values()]
-        table.add_row(str(query), _plain(token), *(_strongest(row, tokens, top) for row in rows))
+    for number in range(len(tokens)) if query is None else [query]:
+        rows = [values[0, index, head, number] for values in columns.values()]
+        shown = (_strongest(row, _keys(results), top) for row in rows)
+        table.add_row(str(number), _plain(tokens[number]), *shown)
     out.print(table)
 
 
-def _strongest(row: torch.Tensor, tokens: list[str], top: int) -> str:
-    values, keys = row.topk(min(top, len(tokens)))
-    shown = [(int(key), value) for key, value in zip(keys, values, strict=True) if value >= 0.005]
-    return _plain(" · ".join(f"{_named(key, tokens)} {100 * value:.0f}%" for key, value in shown))
+def _strongest(row: torch.Tensor, keys: list[str], top: int) -> str:
+    values, numbers = row.topk(min(top, len(keys)))
+    shown = [(int(key), value) for key, value in zip(numbers, values, strict=True) if value >= 0.005]
+    return _plain(" · ".join(f"{_named(key, keys)} {100 * value:.0f}%" for key, value in shown))
 
 
 def _named(key: int, tokens: list[str]) -> str:
@@ -237,6 +329,8 @@ def doctor(
         str | None,
         typer.Argument(help="A folder, or a name on the Hugging Face hub. Default: the demo model."),
     ] = None,
+    part: Part = None,
+    adapter: Adapter = None,
     device: Device = None,
     debug: Debug = False,
 ) -> None:
@@ -246,22 +340,18 @@ def doctor(
 
     Example: captum-hta doctor bert-base-uncased
     """
-    loaded = _load(model, device)
+    loaded = _load(model, device, adapter, part)
     facts = {
         "model": loaded.name,
         "adapter": f"{type(loaded).__name__} on {loaded.architecture}",
         "size": f"{loaded.num_layers} layers of {loaded.num_heads} heads, {loaded.d_head} wide each",
         "width": str(loaded.d_model),
-        "reads at most": "any length" if loaded.max_length is None else f"{loaded.max_length} tokens",
+        "reads": loaded.reader.reads,
+        "at most": "any length" if loaded.max_length is None else f"{loaded.max_length} tokens",
         "weights": f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
         "closed form": "yes" if loaded.size.closed_form else "no, the general ways are taken",
     }
-    facts |= {
-        f"{plots.MAPS[source]}, {DOCTOR_TOKENS} tokens": str(
-            forecast(loaded.size, DOCTOR_TOKENS, source=source, dtype=loaded.dtype, device=loaded.device)
-        )
-        for source in study.SOURCES
-    }
+    facts |= _forecasts(loaded)
     _print_pairs("Found", facts)
     _print_pairs(
         "Checked",
@@ -272,6 +362,18 @@ def doctor(
     )
     if not all(check.passed for check in loaded.checks):
         raise UserError("a check failed; results by the general ways are right all the same")
+
+
+def _forecasts(model: Model) -> dict[str, str]:
+    """What contributions will cost about; of cross attention it is not known."""
+    if model.key_layers is not None:
+        return {}
+    return {
+        f"{plots.MAPS[source]}, {DOCTOR_TOKENS} tokens": str(
+            forecast(model.size, DOCTOR_TOKENS, source=source, dtype=model.dtype, device=model.device)
+        )
+        for source in study.SOURCES
+    }
 
 
 def _print_pairs(title: str, pairs: dict[str, str]) -> None:
@@ -300,6 +402,9 @@ def run_study(
     strict: Annotated[bool, typer.Option("--strict", help="Stop at a bad line.")] = False,
     layers: Layers = None,
     model: ModelName = None,
+    part: Part = None,
+    adapter: Adapter = None,
+    truncation: Truncation = False,
     device: Device = None,
     seed: Seed = 0,
     norm: Norm = "frobenius",
@@ -326,15 +431,22 @@ def run_study(
         "data": str(data or "the shipped pairs"), "limit": limit, "layers": layers or "all", "norm": norm,
         "probes": _probes(probes, tolerance, exact, norm, study.DEFAULT_PROBES), "tolerance": tolerance,
         "exact": exact, "multiply_by_inputs": multiply_by_inputs, "seed": seed, "device": device,
+        "part": part, "adapter": adapter, "truncation": truncation,
     }  # fmt: skip
     started = time.perf_counter()
     _check_folder(output)
-    loaded = _load(model, device)
+    loaded = _load(model, device, adapter, part)
+    if loaded.reader.medium != "text":
+        raise UserError(f"{loaded.name} reads {loaded.reader.reads}; a study is of texts: use explain")
     chosen = _layers(layers, loaded)
-    texts, bad = _texts(data or study.shipped_pairs(), loaded, limit, strict)
+    texts, bad = _texts(data or study.shipped_pairs(), loaded, limit, strict, truncation)
+    encodings = [encoded(loaded, text, number, truncation) for number, text in enumerate(texts)]
+    cut = sum(missing_tokens(loaded, *pair) > 0 for pair in zip(texts, encodings, strict=True))
     asked = {"layers": chosen, "norm": norm, "n_probes": arguments["probes"]}
-    _announce(loaded, [len(loaded.encode(text)) for text in texts], asked, tolerance)
-    setting = study.Setting(chosen, norm, multiply_by_inputs, arguments["probes"], tolerance, seed)
+    _announce(loaded, [len(encoding) for encoding in encodings], asked, tolerance)
+    setting = study.Setting(
+        chosen, norm, multiply_by_inputs, arguments["probes"], tolerance, seed, truncation
+    )
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
     with tqdm(total=1.0, desc=f"{len(texts)} examples", bar_format=form, file=sys.stderr) as bar:
         found = study.run(loaded, texts, setting, lambda done: bar.update(min(done, 1 - bar.n)))
@@ -343,21 +455,23 @@ def run_study(
         "arguments": arguments,
         "seed": seed,
         "counts": {
-            "examples": len(texts), "bad_lines": len(bad), "tokens": sum(found.tokens),
+            "examples": len(texts), "bad_lines": len(bad), "cut": cut, "tokens": sum(found.tokens),
             "seconds": round(time.perf_counter() - started, 1),
         },
         "bad_lines": [str(line) for line in bad],
     }  # fmt: skip
     report.write(output, found, record)
-    _print_study(found, loaded, output, bad)
+    _print_study(found, loaded, output, bad, cut)
 
 
 def _texts(
-    path: Path, model: Model, limit: int | None, strict: bool
+    path: Path, model: Model, limit: int | None, strict: bool, truncation: bool
 ) -> tuple[list[Text], list[study.BadLine]]:
     def check(text: Text) -> str | None:
-        length = len(model.encode(text))
-        if model.max_length is not None and length > model.max_length:
+        if not model.reader.accepts(text):
+            return f"it is not {model.reader.reads}"
+        length = max(text_lengths(model.encode(text)))
+        if not truncation and model.max_length is not None and length > model.max_length:
             return f"{length} tokens, but {model.name} reads at most {model.max_length}"
         return None
 
@@ -376,7 +490,7 @@ def _texts(
     return texts, bad
 
 
-def _print_study(found: study.Study, model: Model, output: Path, bad: list[study.BadLine]) -> None:
+def _print_study(found: study.Study, model: Model, output: Path, bad: list[study.BadLine], cut: int) -> None:
     summary = found.layer_summary()
     table = Table(title=f"{model.name}: medians over heads, correlation with attention", title_justify="left")
     names = {
@@ -402,13 +516,15 @@ def _print_study(found: study.Study, model: Model, output: Path, bad: list[study
         _print_error(source, errors["mean"], errors["largest"])
     if bad:
         out.print(f"{_count(len(bad), 'bad line')} skipped.", highlight=False)
+    if cut:
+        out.print(f"{_count(cut, 'text')} cut, since {model.name} reads {model.max_length}.", highlight=False)
     out.print(f"Report: {output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
 
 
 # --- shared ----------------------------------------------------------------------------------------
 
 
-def _load(name: str | None, device: str | None) -> Model:
+def _load(name: str | None, device: str | None, adapter: str | None = None, part: str | None = None) -> Model:
     from captum_hta.integrations.transformer_lens import load_model
 
     try:
@@ -417,7 +533,7 @@ def _load(name: str | None, device: str | None) -> Model:
         raise UserError(f"{device!r} is no device: use cpu, cuda or mps") from error
     try:
         with err.status("Loading the model ..."), redirect_stdout(sys.stderr):
-            return load_model(name, device=device)
+            return load_model(name, device=device, adapter=adapter, part=part)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(str(error)) from error
     except (AssertionError, RuntimeError) as error:

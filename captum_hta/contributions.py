@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -172,7 +173,8 @@ def contributions(
     Args:
         model: An adapter around a model, such as
             :func:`captum_hta.integrations.transformer_lens.load_model` gives.
-        texts: Texts, or pairs of texts.
+        texts: Texts, or pairs of texts; for a model of pictures paths, PIL images or arrays ``[channel,
+            height, width]``, for one of sounds arrays.
         source: ``"input"``, the embedding that enters the first block (the *input contribution* of
             Pascual et al. 2021); ``"previous_layer"``, what enters the target's own block (the
             *previous-layer contribution*); or an int ``k``, what enters block ``k``.
@@ -205,7 +207,7 @@ def contributions(
     Raises:
         ValueError: If there is no text, a text has no token or is longer than the model reads, or an
             argument is out of its range.
-        TypeError: If a text is neither a string nor a pair of strings.
+        TypeError: If a text is nothing that the model reads.
 
     Example:
         >>> from captum_hta.integrations.transformer_lens import load_model
@@ -216,7 +218,7 @@ def contributions(
         >>> result.tokens[0]
         ['[CLS]', 'The', 'cat', 'sat', '.', '[SEP]']
     """
-    texts = checked_texts(texts)
+    texts = listed(model, texts)
     setting = _Setting(
         source, target, _layers(model, layers, source), norm, multiply_by_inputs,
         n_probes, tolerance, seed, way, precision, model.key_layers, direction,
@@ -310,8 +312,11 @@ def _fingerprint(encoding: Encoding) -> int:
     read = [encoding.ids, encoding.segments]
     if encoding.context is not None:
         read.append(encoding.context.ids)
-    digest = hashlib.blake2b(repr(tuple(read)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    digest = hashlib.blake2b(repr(tuple(read)).encode(), digest_size=8)
+    for one in (encoding, encoding.context):
+        if one is not None and one.content is not None:
+            digest.update(one.content.double().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _real(energy: Energy, mask: Tensor) -> Energy:
@@ -405,25 +410,24 @@ def _closed_form(attention: list[Attention], setting: _Setting) -> tuple[list[En
 # --- checks ----------------------------------------------------------------------------------------
 
 
-def checked_texts(texts: Sequence[Text] | Text) -> list[Text]:
-    """Texts as a list of strings and pairs.
+def listed(model: Model, texts: Sequence[Text] | Text) -> list[Text]:
+    """Texts, or what else the model reads, as a list.
 
     Raises:
         ValueError: If there is none.
-        TypeError: If one is neither a string nor a pair of strings.
+        TypeError: If the model does not read one of them.
     """
-    if isinstance(texts, str):
+    if isinstance(texts, str) or (not isinstance(texts, tuple | list) and model.reader.accepts(texts)):
         texts = [texts]
     if not isinstance(texts, Iterable):
-        raise TypeError(f"texts must be a list of strings, or of pairs of strings, got {texts!r}")
-    texts = list(texts)
+        raise TypeError(f"texts must be a list, each of them {model.reader.reads}, got {texts!r}")
+    texts, medium = list(texts), model.reader.medium
     if not texts:
-        raise ValueError("there is no text: pass a list of strings, or of pairs of strings")
+        raise ValueError(f"there is no {medium}: pass a list, each of them {model.reader.reads}")
     for number, text in enumerate(texts):
-        pair = isinstance(text, tuple | list) and len(text) == 2 and all(isinstance(t, str) for t in text)
-        if not isinstance(text, str) and not pair:
-            raise TypeError(f"text {number} must be a string or a pair of strings, got {text!r}")
-    return [text if isinstance(text, str) else tuple(text) for text in texts]
+        if not model.reader.accepts(text):
+            raise TypeError(f"{medium} {number} must be {model.reader.reads}, got {reprlib.repr(text)}")
+    return texts
 
 
 def encoded(model: Model, text: Text, number: int, truncation: bool = False) -> Encoding:
@@ -435,22 +439,34 @@ def encoded(model: Model, text: Text, number: int, truncation: bool = False) -> 
     encoding = model.encode(text)
     if not len(encoding):
         raise ValueError(f"text {number} has no token: {text!r}")
-    if model.max_length is not None and len(encoding) > model.max_length:
+    length = max(text_lengths(encoding), default=0)
+    if model.max_length is not None and length > model.max_length:
         if truncation:
             return model.encode(text, model.max_length)
         raise ValueError(
-            f"text {number} has {len(encoding)} tokens, but {model.name} reads at most "
-            f"{model.max_length}: shorten it (in Python, truncation=True cuts it)"
+            f"text {number} has {length} tokens, but {model.name} reads at most {model.max_length}: shorten "
+            "it, or let truncation=True (--truncation) cut it"
         )
     return encoding
 
 
+def text_lengths(encoding: Encoding) -> list[int]:
+    """Tokens of a text and of its context; pictures and sounds, which are never cut, are left out."""
+    both = (encoding, encoding.context)
+    return [len(one) for one in both if one is not None and one.content is None]
+
+
+def missing_tokens(model: Model, text: Text, encoding: Encoding) -> int:
+    """How many tokens of a text its encoding lacks."""
+    lengths = text_lengths(encoding)
+    if model.max_length not in lengths:
+        return 0
+    return sum(text_lengths(model.encode(text))) - sum(lengths)
+
+
 def _cut(model: Model, texts: Sequence[Text], encodings: Sequence[Encoding]) -> list[int]:
     """How many tokens of each text are missing."""
-    cut = [
-        len(model.encode(text)) - len(encoding) if len(encoding) == model.max_length else 0
-        for text, encoding in zip(texts, encodings, strict=True)
-    ]
+    cut = [missing_tokens(model, *pair) for pair in zip(texts, encodings, strict=True)]
     if any(cut):
         rows = ", ".join(f"{count} of text {number}" for number, count in enumerate(cut) if count)
         logger.warning("tokens left out, since %s reads %d: %s", model.name, model.max_length, rows)
@@ -467,7 +483,11 @@ def word_groups(encoding: Encoding) -> tuple[list[int], list[str]]:
         ValueError: If the words are not known.
     """
     if encoding.words is None or encoding.word_labels is None:
-        raise ValueError("the tokenizer does not tell which tokens make a word: use a fast tokenizer")
+        raise ValueError(
+            "pictures and sounds are not made of words"
+            if encoding.content is not None
+            else "the tokenizer does not tell which tokens make a word: use a fast tokenizer"
+        )
     groups: list[int] = []
     labels: list[str] = []
     known: dict[int, int] = {}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
 
@@ -19,16 +21,20 @@ Text = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class Encoding:
-    """One text as the model reads it.
+    """One text, picture or sound as the model reads it.
 
     Attributes:
-        ids: Token ids.
+        ids: Token ids; only of texts.
         segments: For each token the segment it belongs to, 0 or 1 in a pair.
         tokens: For each token a label.
         words: For each token the number of its word, ``None`` for special tokens; where the words are not
             known, ``None`` for all.
         word_labels: For each word its label.
         context: What the encoder read, where these are the tokens of a decoder.
+        content: What is read in the place of ids: pixel values ``[channel, height, width]`` of a picture,
+            features ``[feature, frame]`` of a sound.
+        grid: Rows and columns of the patches that the last tokens of a picture are.
+        picture: The picture as it is read, to be shown: ``[height, width, 3]`` in 0 to 1.
     """
 
     ids: list[int]
@@ -37,9 +43,12 @@ class Encoding:
     words: list[int | None] | None = None
     word_labels: list[str] | None = None
     context: Encoding | None = None
+    content: Tensor | None = field(default=None, repr=False, compare=False)
+    grid: tuple[int, int] | None = None
+    picture: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.tokens)
 
     def first(self, count: int) -> Encoding:
         """The first tokens alone."""
@@ -72,7 +81,8 @@ class Batch:
     """Texts of a batch, padded on the right.
 
     Attributes:
-        inputs: What ``forward`` is called with: token ids ``[batch, position]``.
+        inputs: What ``forward`` is called with: token ids ``[batch, position]``, or what is read in their
+            place.
         extra: Further arguments of ``forward``.
         mask: ``[batch, position]``, true for real tokens.
         key_mask: The same for the keys of cross attention; ``None``: they are the same tokens.
@@ -82,6 +92,20 @@ class Batch:
     extra: tuple[Any, ...]
     mask: Tensor
     key_mask: Tensor | None = None
+
+    @classmethod
+    def of_contents(cls, encodings: Sequence[Encoding], device: torch.device) -> Batch:
+        """What several encodings hold in the place of ids, without padding.
+
+        Raises:
+            ValueError: If they are of several shapes.
+        """
+        shapes = sorted({tuple(encoding.content.shape) for encoding in encodings})
+        if len(shapes) > 1:
+            raise ValueError(f"pictures of one call must be of one size, got {shapes}: call once for each")
+        contents = torch.stack([encoding.content for encoding in encodings]).to(device)
+        mask = torch.ones(len(encodings), len(encodings[0]), dtype=torch.bool, device=device)
+        return cls((contents,), (None,), mask)
 
     @property
     def keys(self) -> Tensor:
@@ -150,10 +174,26 @@ class Unembedding:
     norm: Module | None = None
 
 
+class Reader(Protocol):
+    """What makes tokens of a text, a picture or a sound.
+
+    Attributes:
+        medium: What it reads, in a word: ``"text"``, ``"picture"`` or ``"sound"``.
+        reads: What it takes, in words that go on from "must be".
+    """
+
+    medium: str
+    reads: str
+
+    def accepts(self, text: Any) -> bool:
+        """Whether a thing is of a kind that it reads."""
+
+
 class Model(Protocol):
     """A transformer with its tokenizer.
 
     Attributes:
+        reader: What reads texts for it.
         name: What to call it.
         num_layers: Number of blocks ``L``.
         num_heads: Query heads of a block ``H``.
@@ -166,6 +206,7 @@ class Model(Protocol):
         checks: What was checked when it was loaded.
     """
 
+    reader: Reader
     name: str
     num_layers: int
     num_heads: int

@@ -8,8 +8,11 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
+from matplotlib.axis import Axis
+from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
 
@@ -28,6 +31,12 @@ MOST_SIDE = 9.3
 """Inches of a heatmap's side; of longer texts some tokens go without a label."""
 MOST_INCHES = 95.0
 """Inches of the heatmaps of a column together."""
+PICTURE_SIDE = 2.6
+"""Inches of a picture's longer side."""
+VEIL = ListedColormap(np.column_stack([mpl.colormaps["magma"].colors[::-1], np.linspace(0.1, 0.9, 256)]))
+"""The colours of heatmaps, through which a picture is seen where values are small."""
+LUMINANCE = np.array([0.299, 0.587, 0.114])
+"""Weights of red, green and blue in grey (ITU-R BT.601)."""
 MAPS = {
     "attention": "attention",
     "previous_layer": "previous-layer contribution",
@@ -35,34 +44,53 @@ MAPS = {
 }
 
 
-def heatmaps(maps: dict[str, NDArray[np.float64]], tokens: Sequence[str], rows: Sequence[str]) -> Figure:
+def heatmaps(
+    maps: dict[str, NDArray[np.float64]],
+    tokens: Sequence[str],
+    rows: Sequence[str],
+    keys: Sequence[str] | None = None,
+) -> Figure:
     """Attention and contributions side by side.
 
     Args:
         maps: For each of :data:`MAPS` an array ``[row, query, key]``.
         tokens: Labels of queries and keys.
         rows: Titles of the rows, such as ``"layer 3, head 5"``.
+        keys: Labels of keys, where they are of another text. Default: ``None``, as ``tokens``.
 
     Returns:
         A figure with one row of panels for each of ``rows``, on one colour scale a row.
     """
-    cell = _cell(len(tokens), len(rows))
-    side = cell * len(tokens)
+    keys = tokens if keys is None else keys
+    width, height = _sides(len(keys), len(tokens), len(rows))
     with mpl.rc_context(STYLE):
         figure = Figure(
-            figsize=(len(maps) * (side + 1.3) + 0.8, len(rows) * (side + 1.25) + 0.3),
+            figsize=(len(maps) * (width + 1.3) + 0.8, len(rows) * (height + 1.25) + 0.3),
             layout="constrained",
         )
         axes = figure.subplots(len(rows), len(maps), squeeze=False)
         for row, title in enumerate(rows):
             top = max(1e-9, *(float(values[row].max()) for values in maps.values()))
             for column, (name, values) in enumerate(maps.items()):
-                _heatmap(axes[row, column], values[row], tokens, cell, top)
-                axes[row, column].set_title(f"{title}\n{MAPS[name]}")
+                axis = axes[row, column]
+                _heatmap(axis, values[row], top)
+                _ticks(axis.xaxis, keys, width / len(keys), rotation=90)
+                _ticks(axis.yaxis, tokens, height / len(tokens))
+                axis.set_title(f"{title}\n{MAPS[name]}")
             axes[row, 0].set_ylabel("query (target token)")
         for axis in axes[-1]:
             axis.set_xlabel("key (source token)")
     return figure
+
+
+def _sides(keys: int, queries: int, rows: int) -> tuple[float, float]:
+    """Inches of a heatmap's width and height: of equal cells, but for a side too short for a title."""
+    cell = _cell(max(keys, queries), rows)
+    longest = cell * max(keys, queries)
+    return (
+        max(cell * keys, min(LEAST_SIDE, longest)),
+        max(cell * queries, min(LEAST_SIDE / 2, longest)),
+    )
 
 
 def _cell(tokens: int, rows: int) -> float:
@@ -71,18 +99,107 @@ def _cell(tokens: int, rows: int) -> float:
     return min(max(readable, LEAST_SIDE / tokens), MOST_SIDE / tokens, MOST_INCHES / (rows * tokens))
 
 
-def _heatmap(axis: Axes, values: NDArray[np.float64], tokens: Sequence[str], cell: float, top: float) -> None:
+def _heatmap(axis: Axes, values: NDArray[np.float64], top: float) -> None:
     """One panel, in the colours of its row: equal ones are equal numbers. Small ones are spread."""
-    image = axis.imshow(values, cmap="magma_r", norm=PowerNorm(0.5, vmin=0, vmax=top))
-    step = max(1, round(0.155 / cell))
-    text = {"fontsize": min(9.0, 52 * cell * step), "parse_math": False}
-    axis.set_xticks(range(0, len(tokens), step), tokens[::step], rotation=90, **text)
-    axis.set_yticks(range(0, len(tokens), step), tokens[::step], **text)
+    image = axis.imshow(values, cmap="magma_r", norm=PowerNorm(0.5, vmin=0, vmax=top), aspect="auto")
     axis.tick_params(length=2)
     axis.spines[:].set_visible(False)
+    _colour_bar(axis, image)
+
+
+def _ticks(line: Axis, labels: Sequence[str], cell: float, rotation: float = 0) -> None:
+    """Labels on an axis whose cells are so many inches wide; not all, where they would not fit."""
+    step = max(1, round(0.155 / cell))
+    size = min(9.0, 52 * cell * step)
+    line.set_ticks(
+        range(0, len(labels), step), labels[::step], rotation=rotation, fontsize=size, parse_math=False
+    )
+
+
+def _colour_bar(axis: Axes, image: AxesImage) -> None:
     bar = axis.figure.colorbar(image, cax=axis.inset_axes((1.03, 0, 0.045, 1)))
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
+
+
+# --- pictures --------------------------------------------------------------------------------------
+
+
+def overlays(
+    maps: dict[str, NDArray[np.float64]],
+    picture: NDArray[np.float64],
+    grid: tuple[int, int],
+    tokens: Sequence[str],
+    query: int,
+    rows: Sequence[str],
+) -> Figure:
+    """A picture, and over it attention and contributions of one query's patches.
+
+    Args:
+        maps: For each of :data:`MAPS` an array ``[row, key]``.
+        picture: ``[height, width, 3]`` in 0 to 1.
+        grid: Rows and columns of the patches, which are the last keys.
+        tokens: Labels of queries and keys.
+        query: Which token takes in what is shown; a patch is framed in the picture.
+        rows: Titles of the rows, such as ``"layer 3, head 5"``.
+
+    Returns:
+        A figure with one row of panels for each of ``rows``, on one colour scale a row. Titles say what
+        comes from the tokens that have no place in the picture.
+    """
+    special = tokens[: len(tokens) - grid[0] * grid[1]]
+    width, height = _picture_sides(picture, len(rows))
+    with mpl.rc_context(STYLE):
+        figure = Figure(
+            figsize=(width + 0.5 + len(maps) * (width + 0.75), len(rows) * (height + 0.75)),
+            layout="constrained",
+        )
+        axes = figure.subplots(len(rows), 1 + len(maps), squeeze=False)
+        for row, title in enumerate(rows):
+            _picture(axes[row, 0], picture)
+            axes[row, 0].set_title(f"{title}\nquery {tokens[query]}", parse_math=False)
+            _frame(axes[row, 0], picture, grid, query - len(special))
+            top = max(1e-9, *(float(values[row, len(special) :].max()) for values in maps.values()))
+            for axis, (name, values) in zip(axes[row, 1:], maps.items(), strict=True):
+                _overlay(axis, picture, values[row, len(special) :].reshape(grid), top)
+                share = f"\n{values[row, : len(special)].sum():.0%} from {' and '.join(special)}"
+                axis.set_title(MAPS[name] + share * bool(special), parse_math=False)
+    return figure
+
+
+def _picture_sides(picture: NDArray[np.float64], rows: int) -> tuple[float, float]:
+    """Inches of a picture's width and height."""
+    height, width = picture.shape[:2]
+    scale = min(PICTURE_SIDE, MOST_INCHES / rows) / max(height, width)
+    return max(scale * width, LEAST_SIDE), scale * height
+
+
+def _picture(axis: Axes, picture: NDArray[np.float64]) -> None:
+    axis.imshow(picture)
+    axis.set_axis_off()
+
+
+def _overlay(axis: Axes, picture: NDArray[np.float64], values: NDArray[np.float64], top: float) -> None:
+    """Values of patches over a picture without its colours, which would be taken for them."""
+    height, width = picture.shape[:2]
+    axis.imshow(picture @ LUMINANCE, cmap="gray", vmin=-1, vmax=1)  # light
+    image = axis.imshow(
+        values, cmap=VEIL, norm=PowerNorm(0.5, vmin=0, vmax=top), interpolation="nearest",
+        extent=(-0.5, width - 0.5, height - 0.5, -0.5),
+    )  # fmt: skip
+    axis.set_axis_off()
+    _colour_bar(axis, image)
+
+
+def _frame(axis: Axes, picture: NDArray[np.float64], grid: tuple[int, int], patch: int) -> None:
+    """A frame around a patch, if it is one."""
+    if patch < 0:
+        return
+    row, column = divmod(patch, grid[1])
+    height, width = picture.shape[0] / grid[0], picture.shape[1] / grid[1]
+    corner = (column * width - 0.5, row * height - 0.5)
+    axis.add_patch(Rectangle(corner, width, height, fill=False, edgecolor="white", linewidth=3))
+    axis.add_patch(Rectangle(corner, width, height, fill=False, edgecolor="black", linewidth=1))
 
 
 # --- figures of a study ----------------------------------------------------------------------------

@@ -208,13 +208,16 @@ class RelativePosition:
 
     def add(self, values: Array) -> None:
         """Add one example ``[layer, head, query, key]``."""
-        length = values.shape[-1]
+        queries, keys = values.shape[-2:]
         middle = len(self.counts) // 2
-        if length > middle + 1:
-            raise ValueError(f"a text of {length} tokens, where at most {middle + 1} were said to come")
-        for offset in range(1 - length, length):
-            self.sums[..., middle + offset] += np.trace(values, offset, axis1=-2, axis2=-1)
-            self.counts[middle + offset] += length - abs(offset)
+        if max(queries, keys) > middle + 1:
+            raise ValueError(
+                f"a text of {max(queries, keys)} tokens, where at most {middle + 1} were said to come"
+            )
+        for offset in range(1 - queries, keys):
+            diagonal = np.diagonal(values, offset, axis1=-2, axis2=-1)
+            self.sums[..., middle + offset] += diagonal.sum(-1)
+            self.counts[middle + offset] += diagonal.shape[-1]
 
     def merge(self, other: RelativePosition) -> None:
         """Add what another histogram of the same size has seen."""

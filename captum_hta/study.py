@@ -51,6 +51,7 @@ class Setting:
         n_probes: Probes of each source token for the input contribution; ``None``: exact.
         tolerance: Standard error at which to stop adding probes.
         seed: Seed of the probes.
+        truncation: Cut texts that are longer than the model reads.
     """
 
     layers: list[int] | None = None
@@ -59,6 +60,7 @@ class Setting:
     n_probes: int | None = DEFAULT_PROBES
     tolerance: float | None = None
     seed: int = 0
+    truncation: bool = False
 
 
 # --- input -----------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class Study:
         """Add one example's contributions by source, each of a single text without padding."""
         attention = results["input"].attention[0].double().numpy()
         self.positions["attention"].add(attention)
-        self.tokens.append(attention.shape[-1])
+        self.tokens.append(attention.shape[-2])
         for source, result in results.items():
             values = result.values[0].double().numpy()
             pearson, spearman = row_correlations(attention, values)
@@ -298,13 +300,15 @@ def run(
     Raises:
         ValueError: As :func:`captum_hta.contributions`.
     """
-    lengths = [len(encoded(model, text, number)) for number, text in enumerate(texts)]
+    encodings = [encoded(model, text, number, setting.truncation) for number, text in enumerate(texts)]
+    lengths = [len(encoding) for encoding in encodings]
+    longest = max((max(len(one), len(one.context or ())) for one in encodings), default=0)
     total = sum(length**2 for length in lengths)
     study = None
     for rows in _groups(lengths):
         results = _both(model, [texts[row] for row in rows], setting)
         if study is None:
-            study = Study.empty(results["input"].layers, model.num_heads, max(lengths))
+            study = Study.empty(results["input"].layers, model.num_heads, longest)
         for index, row in enumerate(rows):
             study.add({source: result.example(index) for source, result in results.items()})
             advance(lengths[row] ** 2 / total)
@@ -329,6 +333,7 @@ def _both(model: Model, texts: Sequence[Text], setting: Setting) -> dict[str, Co
         "n_probes": setting.n_probes,
         "tolerance": setting.tolerance,
         "seed": setting.seed,
+        "truncation": setting.truncation,
     }
     return {source: contributions(model, texts, source=source, **common) for source in SOURCES}
 

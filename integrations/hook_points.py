@@ -136,7 +136,7 @@ class HookPointModel:
 
     def _proven(self) -> list[Check]:
         """Check the adapter; give up the closed form if that alone does not hold."""
-        proof = Proof(self, self.architecture, self.reader.vocabulary, self.tokenizer.pad_token_id)
+        proof = Proof(self, self.architecture, self.reader.sample())
         self._run_proof(proof)
         if self._closed_form:
             self._closed_form = proof.closed_form_holds()

@@ -31,10 +31,12 @@ class Layout:
         unit_offset: Whether the norm's weight is stored as its distance from one.
         causal: Whether queries see no later keys.
         gated: Whether the feed-forward part has a gate.
+        scales_queries: Whether queries are scaled by the ``scaling`` of ``attention`` when they are made, not
+            when they meet keys.
         memory: Of an encoder, the module that gives what a decoder reads; ``None``: its last block.
         sum_norm: The module of a post-LN block that normalises the sum of its input and what its heads
             say; ``None`` in a pre-LN block.
-        residual: Whether what heads say is added to the block's input as it is.
+        residual: Whether what heads say is added to the block's input as it is, without a norm or a scale.
         final_norm: The module of the base model behind its last block; ``None``: there is none.
     """
 
@@ -47,6 +49,7 @@ class Layout:
     unit_offset: bool = False
     causal: bool = False
     gated: bool = False
+    scales_queries: bool = False
     memory: str | None = None
     sum_norm: str | None = None
     residual: bool = True
@@ -109,6 +112,7 @@ _LLAMA = Layout(
 _WITHOUT_CLOSED_FORM = Layout(
     "layers", "self_attn", "self_attn.o_proj", causal=True, gated=True, final_norm="norm"
 )
+_VIT = ("attention", "attention.o_proj", ("q_proj", "k_proj", "v_proj"))
 
 LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _BERT),
@@ -150,6 +154,8 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "qwen3": _WITHOUT_CLOSED_FORM,
     **dict.fromkeys(("gemma2", "gemma3_text"), replace(_WITHOUT_CLOSED_FORM, residual=False)),
+    **dict.fromkeys(("vit", "deit"), Layout("layers", *_VIT, norm="layernorm_before")),
+    "dinov2": Layout("encoder.layer", *_VIT, norm="norm1", residual=False),
 }  # fmt: skip
 """Model types with their layouts. Scores that are normalised (Qwen3, Gemma 3), capped (Gemma 2) or
 disentangled (DeBERTa) have no closed form here."""
@@ -193,6 +199,7 @@ PARTS: dict[str, dict[str, Layout]] = {
     "t5": _T5,
     "bart": _bart(pre_norm=False),
     "mbart": _bart(pre_norm=True),
+    "whisper": {part: replace(layout, scales_queries=True) for part, layout in _bart(pre_norm=True).items()},
 }
 """The same for the parts of an encoder-decoder: its encoder, the self-attention of its decoder, and the cross
 attention of its decoder to what the encoder gives."""
@@ -201,9 +208,14 @@ _EXPERTS = (
     "dbrx", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "jetmoe",
     "mixtral", "nllb-moe", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "switch_transformers",
 )  # fmt: skip
+PICTURES = {"vit": ("[CLS]",), "deit": ("[CLS]", "[DIST]"), "dinov2": ("[CLS]",)}
+"""Model types that read pictures, with the labels of the tokens that come before the patches."""
+ANY_SIZE = ("dinov2",)
+"""Those that stretch their positions to pictures of any size."""
+SOUNDS = ("whisper",)
+"""Model types whose encoder reads sounds."""
+
 REFUSED = {
-    "whisper": "a model of sound",
-    "vit": "a model of pictures",
     "mamba": "a model without attention",
     **dict.fromkeys(_EXPERTS, "a mixture of experts, whose choice between them is not tested here"),
 }

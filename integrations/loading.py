@@ -1,10 +1,10 @@
-"""Models and tokenizers of ``transformers`` by name or folder."""
+"""Models, tokenizers and processors of ``transformers`` by name or folder."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,15 +72,32 @@ def load_tokenizer(path: str, **options: Any) -> Any:
     Raises:
         ValueError: If there is none.
     """
+    files = ("tokenizer*", "vocab*", "*.model", *filter(None, [options.get("gguf_file")]))
+    return _saved(transformers.AutoTokenizer, "tokenizer", path, files, options)
+
+
+def load_processor(path: str, medium: str, **options: Any) -> Any:
+    """The image processor that is saved with a model of pictures, or the processor of a model of sounds.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    files = ("preprocessor_config.json", "processor_config.json")
+    if medium == "picture":
+        return _saved(transformers.AutoImageProcessor, "image processor", path, files, options)
+    return _saved(transformers.AutoProcessor, "processor", path, files, options)
+
+
+def _saved(cls: Any, what: str, path: str, files: Sequence[str], options: dict[str, Any]) -> Any:
+    """What a class makes of a name, or of a folder that holds some of these files."""
     folder = Path(path)
-    has_files = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
     try:
-        if folder.is_dir() and not has_files and "gguf_file" not in options:
-            raise ValueError("the folder holds no file of a tokenizer")
-        return transformers.AutoTokenizer.from_pretrained(path, **_of_files(options))
+        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in files):
+            raise ValueError(f"the folder holds no file of a {what}")
+        return cls.from_pretrained(path, **_of_files(options))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no tokenizer is found at {path!r}: save it there with its save_pretrained, or in Python pass "
+            f"no {what} is found at {path!r}: save it there with its save_pretrained, or in Python pass "
             "tokenizer="
         ) from error
 

@@ -27,19 +27,14 @@ class Proof:
     Args:
         model: The adapter.
         architecture: What to call the model's kind.
-        vocabulary: Number of token ids.
-        pad: Id of padding, which is avoided.
+        sample: A few tokens.
     """
 
-    def __init__(self, model: Model, architecture: str, vocabulary: int, pad: int | None) -> None:
+    def __init__(self, model: Model, architecture: str, sample: Encoding) -> None:
         self.model, self.architecture = model, architecture
         self.layer = (model.num_layers - 1) // 2
         self.checks: list[Check] = []
-        ids = [(7 * number + 11) % vocabulary for number in range(8)]
-        ids = [number for number in ids if number != pad][:6]
-        read = ids[1:]  # by an encoder, where the model is a decoder that looks at one
-        context = Encoding(read, [0] * len(read), [""] * len(read))
-        self.batch = model.batch([Encoding(ids, [0] * len(ids), [""] * len(ids), context=context)])
+        self.batch = model.batch([sample])
         self.entry = self.layer if model.key_layers is None else model.key_layers
 
     @cached_property
@@ -88,7 +83,7 @@ class Proof:
         return observed(sites, lambda: model.forward(*self.batch.inputs, *self.batch.extra))
 
     def _check_shapes(self, values: dict[str, Tensor]) -> None:
-        model, shape = self.model, self.batch.inputs[0].shape
+        model, shape = self.model, self.batch.mask.shape
         for name in ("source", "head", "layer"):
             self.require(name in values, f"{name} is reached", f"the site of the {name} is not reached")
         for name, mask in (("source", self.batch.keys), ("layer", self.batch.mask)):

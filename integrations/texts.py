@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,23 @@ class TextReader:
         vocabulary: The number of token ids that the model knows.
     """
 
+    medium = "text"
+    reads = "a string or a pair of strings"
+    longest: int | None = None
+
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
+
+    def accepts(self, text: Any) -> bool:
+        """Whether it is a string or a pair of strings."""
+        pair = isinstance(text, tuple | list) and len(text) == 2 and all(isinstance(t, str) for t in text)
+        return pair or isinstance(text, str)
+
+    def sample(self) -> Encoding:
+        """Six tokens, none of which is padding."""
+        ids = [(7 * number + 11) % self.vocabulary for number in range(8)]
+        ids = [number for number in ids if number != self.tokenizer.pad_token_id][:6]
+        return Encoding(ids, [0] * len(ids), [""] * len(ids))
 
     def encode(self, text: Text, max_length: int | None = None) -> Encoding:
         """Read a text, or a pair of them; with ``max_length`` the first tokens alone."""
@@ -105,6 +121,53 @@ class TextReader:
         mask = _padded([[1] * len(encoding) for encoding in encodings], 0, device)
         segments = _padded([encoding.segments for encoding in encodings], 0, device)
         return Batch((ids,), (mask, segments), mask.bool())
+
+
+class PairReader:
+    """Reads what an encoder reads together with what a decoder has said.
+
+    Args:
+        context: Reads what the encoder reads.
+        said: Reads texts for the decoder.
+        start: The token that the decoder starts from.
+        cross: Whether keys are of what the encoder reads.
+    """
+
+    longest: int | None = None
+
+    def __init__(self, context: Any, said: TextReader, start: int, cross: bool) -> None:
+        self.context, self.said, self.start, self.cross = context, said, start, cross
+        self.tokenizer, self.medium = said.tokenizer, context.medium
+        self.reads = f"a pair, what the encoder reads ({context.reads}) and what the decoder has said"
+
+    def token(self, text: str) -> int:
+        """The one token that a text of the decoder is.
+
+        Raises:
+            ValueError: If it is none, or several.
+        """
+        return self.said.token(text)
+
+    def accepts(self, text: Any) -> bool:
+        """Whether it is a pair of what the encoder reads and a string."""
+        pair = isinstance(text, tuple | list) and len(text) == 2
+        return pair and self.context.accepts(text[0]) and isinstance(text[1], str)
+
+    def sample(self) -> Encoding:
+        """A few tokens, of another number than what the encoder reads."""
+        return replace(self.said.sample().first(5), context=self.context.sample())
+
+    def encode(self, text: tuple[Any, str], max_length: int | None = None) -> Encoding:
+        """Read both; with ``max_length`` the first tokens of either alone."""
+        read, said = text
+        return self.said.decoder(said, self.start, max_length, self.context.encode(read, max_length))
+
+    def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
+        """Pad both on the right."""
+        said = self.said.batch(encodings, device)
+        context = self.context.batch([encoding.context for encoding in encodings], device)
+        extra = (said.extra[0], context.inputs[0], context.extra[0])
+        return Batch(said.inputs, extra, said.mask, context.mask if self.cross else None)
 
 
 def _numbered(parts: Sequence[int | None], words: Sequence[int | None]) -> list[int | None]:

@@ -18,8 +18,8 @@ from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forward_pass import Site
 from captum_hta.integrations.hook_points import HookPointModel
 from captum_hta.integrations.hooked import HookedModel
-from captum_hta.integrations.layouts import layout_for, matrix, sum_norm
-from captum_hta.integrations.loading import demo_path, load_pretrained, load_tokenizer
+from captum_hta.integrations.layouts import PICTURES, SOUNDS, layout_for, matrix, sum_norm
+from captum_hta.integrations.loading import demo_path, load_pretrained, load_processor, load_tokenizer
 from captum_hta.integrations.proof import Proof, is_untouched
 from captum_hta.integrations.transformers import TransformersModel
 from captum_hta.model import OutputProjection
@@ -171,7 +171,8 @@ def load_model(
             ``HookedTransformer`` or a ``HookedEncoder``. Default: ``None``, the demo model (a real 6-layer
             BERT, all-MiniLM-L6-v2) of the extra ``captum-hta[demo]``. A model of ``transformers`` is not
             changed: what is used is a copy in eval mode that shares its weights.
-        tokenizer: Its tokenizer. Default: ``None``, the one saved with the model.
+        tokenizer: Its tokenizer, or for a model of pictures or sounds its processor. Default: ``None``, the
+            one saved with the model. Without a processor, pictures are arrays of pixel values.
         device: Where to run. Default: ``None``, where the model is.
         dtype: Of the weights. Default: ``None``, as they are.
         adapter: Force ``"transformer_lens"``, for its hook points, or ``"transformers"``, which knows the
@@ -202,7 +203,12 @@ def load_model(
     if not isinstance(model, Module):
         path = demo_path() if model is None else str(model)
         loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
-        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path, **options)
+        if tokenizer is None:
+            medium = medium_of(loaded)
+            if medium == "text":
+                tokenizer = load_tokenizer(path, **options)
+            else:
+                tokenizer = load_processor(path, medium, **options)
         name = "all-MiniLM-L6-v2" if model is None else Path(options.get("gguf_file") or path).name
     else:
         if options:
@@ -210,12 +216,19 @@ def load_model(
         layout_for(getattr(model, "config", None), type(model).__name__, part)
         loaded = _copy(model, shares_weights=device is None and dtype is None)
         name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
-    if tokenizer is None:
+    if tokenizer is None and medium_of(loaded) == "text":
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
     loaded = loaded.to(device=device, dtype=dtype).eval()
     if adapter is None and loaded.config.model_type in ("bert", "roberta") and has_bridges():
         adapter = "transformer_lens"
     if adapter == "transformer_lens":
+        if part is not None:
+            raise ValueError("the adapter of TransformerLens knows no parts: leave out adapter")
+        if medium_of(loaded) != "text":
+            raise ValueError(
+                f"the adapter of TransformerLens reads texts, and {type(loaded).__name__} "
+                f"{medium_of(loaded)}s: leave out adapter"
+            )
         return TransformerLensModel(_bridges().bridge(loaded, name), tokenizer, name)
     return TransformersModel(loaded, tokenizer, name, part)
 
@@ -237,6 +250,12 @@ def _bridges() -> ModuleType:
             "transformer-lens>=4.3, leave out adapter, or pass a HookedTransformer"
         )
     return importlib.import_module("captum_hta.integrations.bridges")
+
+
+def medium_of(model: Module) -> str:
+    """What it reads; but for texts, a processor is optional."""
+    kind = model.config.model_type
+    return "picture" if kind in PICTURES else "sound" if kind in SOUNDS else "text"
 
 
 def _refuse_changes(device: Any, dtype: Any) -> None:

@@ -40,8 +40,8 @@ from captum_hta.integrations.proof import (
     require_eval,
     require_weights,
 )
-from captum_hta.integrations.texts import TextReader
-from captum_hta.model import Attention, Batch, Encoding, OutputProjection, Text, Unembedding
+from captum_hta.integrations.readers import reader_for
+from captum_hta.model import Attention, Batch, Check, Encoding, OutputProjection, Text, Unembedding
 
 OBSERVED = "captum_hta_observed"
 """Name of the attention function that keeps what it is called with."""
@@ -58,7 +58,10 @@ class TransformersModel:
 
     Args:
         model: An encoder or a decoder in eval mode, with or without a head.
-        tokenizer: Its tokenizer.
+        tokenizer: Its tokenizer; of a model of pictures its image processor, or ``None``: then arrays of
+            pixel values ``[channel, height, width]`` are read as they are. Of a model of sounds its
+            processor; a feature extractor or ``None`` does for the encoder, a tokenizer where the encoder is
+            given features.
         name: What to call the model. Default: ``None``, the name that it was loaded by.
         part: Of an encoder-decoder, ``"encoder"``; ``"decoder"``, the self-attention of its decoder; or
             ``"cross"``, the attention of its decoder to what the encoder gives: queries are the decoder's
@@ -88,26 +91,22 @@ class TransformersModel:
         self.d_head = matrix(self.places[0].projection).shape[1] // self.num_heads
         grouped = None if self.part else getattr(config, "num_key_value_heads", None)
         self.key_heads = grouped or self.num_heads
-        self.max_length = _longest(self.base)
-        self.reader = TextReader(tokenizer, model.get_input_embeddings().weight.shape[0])
+        self.reader = reader_for(self.base, tokenizer, self.part, self.name)
+        self.max_length = self.reader.longest or _longest(self.base)
         self._memory = self._encoder_sites() if self.part == "cross" else None
         self.key_layers = None if self._memory is None else len(self._memory) - 1
         self._parameters = inspect.signature(self.base.forward).parameters
         self._closed_form = bool(self.layout.projections)
         require_weights(self.name, model)
         self._require_eval()
-        proof = Proof(self, self.architecture, config.vocab_size, tokenizer.pad_token_id)
-        proof.run({})
-        if self._closed_form:
-            self._closed_form = proof.closed_form_holds()
-        self.checks = proof.checks
+        self.checks = self._proven()
 
     def __repr__(self) -> str:
         return f"TransformersModel({self.name}: {self.num_layers} layers of {self.num_heads} heads)"
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer."""
+        """The tokenizer, or the image processor."""
         return self.reader.tokenizer
 
     @property
@@ -138,65 +137,40 @@ class TransformersModel:
         )
 
     def encode(self, text: Text, max_length: int | None = None) -> Encoding:
-        """Read a text, or a pair of them; with ``max_length`` the first tokens alone.
-
-        Raises:
-            ValueError: If a decoder is not given a pair.
-        """
-        if self.part not in ("decoder", "cross"):
-            return self.reader.encode(text, max_length)
-        if isinstance(text, str):
-            raise ValueError(
-                f"the {self.part} part reads a pair of texts, what the encoder reads and what the decoder "
-                f"has said, got {text!r}"
-            )
-        context = self.reader.encode(text[0], max_length)
-        return self.reader.decoder(text[1], self._start, max_length, context)
-
-    @property
-    def _start(self) -> int:
-        """The token that a decoder starts from."""
-        config = self.base.config
-        for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-            if getattr(config, name, None) is not None:
-                return getattr(config, name)
-        raise ValueError(
-            f"{self.name} does not tell what its decoder starts from: set decoder_start_token_id"
-        )
+        """Read a text, a pair, a picture or a sound; with ``max_length`` the first tokens alone."""
+        return self.reader.encode(text, max_length)
 
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
         """Pad encodings on the right, on the model's device."""
-        batch = self.reader.batch(encodings, self.device)
-        if self.part not in ("decoder", "cross"):
-            return batch
-        context = self.reader.batch([encoding.context for encoding in encodings], self.device)
-        extra = (batch.extra[0], context.inputs[0], context.extra[0])
-        return Batch(batch.inputs, extra, batch.mask, context.mask if self.part == "cross" else None)
+        return self.reader.batch(encodings, self.device)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, *others: Tensor | None) -> Any:
-        """Run the model, without its head where that can be left out, on token ids ``[batch, position]``.
+        """Run the model, without its head where that can be left out, on token ids ``[batch, position]`` or
+        pixel values ``[batch, channel, height, width]`` or features ``[batch, feature, frame]``.
 
         ``others`` are segments, or what the encoder of a decoder reads and its mask.
         """
         with _SWITCH:
-            return self._run(self.base, ids, mask, *others)
+            return self._run(self.base, *map(self._cast, (ids, mask, *others)))
+
+    def _cast(self, value: Tensor | None) -> Tensor | None:
+        """Pixels and features as the weights are."""
+        return value.to(self.dtype) if value is not None and value.is_floating_point() else value
 
     def _run(self, model: Module, ids: Tensor, mask: Tensor | None = None, *others: Tensor | None) -> Any:
         """Run the base model, or the one around it that has a head."""
         if self.part == "encoder" and hasattr(self.base, "decoder"):
-            return self.base.encoder(input_ids=ids, attention_mask=mask)
+            return self.base.encoder(attention_mask=mask, **{self.base.main_input_name: ids})
         options: dict[str, Any] = {"attention_mask": mask}
         if "use_cache" in self._parameters:
             options["use_cache"] = False
         if self.part in ("decoder", "cross"):
             read, read_mask = others
-            return model(
-                input_ids=read, decoder_input_ids=ids, decoder_attention_mask=mask,
-                **(options | {"attention_mask": read_mask}),
-            )  # fmt: skip
+            options |= {"attention_mask": read_mask, self.base.main_input_name: read}
+            return model(decoder_input_ids=ids, decoder_attention_mask=mask, **options)
         if "token_type_ids" in self._parameters and getattr(self.base.config, "type_vocab_size", 0) > 1:
             (options["token_type_ids"],) = others or (None,)
-        return model(input_ids=ids, **options)
+        return model(**{self.base.main_input_name: ids}, **options)
 
     def source(self, layer: int) -> Site:
         """What enters block ``layer``; of cross attention, that of the encoder, or what it gives."""
@@ -238,6 +212,9 @@ class TransformersModel:
         rotation = None
         if seen.position_embeddings is not None:
             rotation = _rotation(place.attention, seen.position_embeddings, self.d_head)
+        query_map = rotation
+        if self.layout.scales_queries:
+            query_map = place.attention.scaling * torch.eye(self.d_head).to(x)[None, None, None]
         return AttentionFactors(
             pattern=seen.pattern,
             query=seen.query,
@@ -249,7 +226,7 @@ class TransformersModel:
             key_weight=key_weight,
             value_weight=value_weight,
             norm=token_norm(self.layout, place.block, x),
-            query_map=rotation,
+            query_map=query_map,
             key_map=rotation,
         )
 
@@ -282,7 +259,7 @@ class TransformersModel:
             ValueError: If it has none.
         """
         with _SWITCH:
-            found = getattr(self._run(self.model, *args), "logits", None)
+            found = getattr(self._run(self.model, *map(self._cast, args)), "logits", None)
         if found is None:
             raise ValueError(no_logits(self.name, self.architecture))
         return found
@@ -350,6 +327,33 @@ class TransformersModel:
             return self.forward(*batch.inputs, *batch.extra)
         return self.base(input_ids=batch.inputs[0], attention_mask=batch.extra[0], output_attentions=True)
 
+    def _proven(self) -> list[Check]:
+        """Check the adapter; give up the closed form if that alone does not hold."""
+        sample = self.reader.sample()
+        with self._shortened(sample):
+            proof = Proof(self, self.architecture, sample)
+            proof.run({})
+            if self._closed_form:
+                self._closed_form = proof.closed_form_holds()
+        return proof.checks
+
+    @contextmanager
+    def _shortened(self, sample: Encoding) -> Iterator[None]:
+        """Within, blocks see the first tokens of a picture or a sound, which cannot be short itself."""
+        read = sample.context or sample
+        if read.content is None:
+            yield
+            return
+        parts = PARTS.get(self.base.config.model_type)
+        first = self.places[0] if parts is None else parts["encoder"].places(self.base)[0]
+        handle = first.block.register_forward_pre_hook(
+            lambda module, args: (args[0][:, : len(read)], *args[1:])
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def _require_eval(self) -> None:
         require_eval(self.name, self.model)
 
@@ -369,7 +373,8 @@ def layout_of(model: Any, part: str | None = None) -> Layout:
 
 def _longest(base: Module) -> int | None:
     """The longest text that the positions of a model hold."""
-    longest = getattr(base.config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_target_positions")
+    longest = next((getattr(base.config, name) for name in names if hasattr(base.config, name)), None)
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)
     return longest if longest is None or padding is None else longest - padding - 1

@@ -187,6 +187,26 @@ FAMILIES = {
 }
 
 
+SEEN = {"image_size": 12, "patch_size": 4}
+VISION = {
+    name: value for name, value in (ENCODER | SEEN).items()
+    if name not in ("vocab_size", "max_position_embeddings")
+}  # fmt: skip
+PICTURES = {
+    "ViT": Family(
+        lambda: hf.ViTModel(hf.ViTConfig(**VISION)), projection="attention.o_proj", exact=False
+    ),
+    "DeiT": Family(
+        lambda: hf.DeiTModel(hf.DeiTConfig(**VISION)), projection="attention.o_proj", exact=False
+    ),
+    "DINOv2": Family(
+        lambda: hf.Dinov2Model(hf.Dinov2Config(**VISION)), "encoder.layer.{}", "attention.o_proj",
+        exact=False, note="of any size",
+    ),
+}  # fmt: skip
+"""Models of pictures. Their softmax is in float32, whatever the weights are in."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """A kind of encoder-decoder.
@@ -212,6 +232,10 @@ BART = {
     "d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 60,
     "max_position_embeddings": 40, "pad_token_id": 0, "decoder_start_token_id": 2,
+}  # fmt: skip
+WHISPER = BART | {
+    "num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": 20, "bos_token_id": 2,
+    "eos_token_id": 2,
 }  # fmt: skip
 BART_PATHS = (
     ("encoder.layers.{}", "decoder.layers.{}"),
@@ -239,13 +263,17 @@ PAIRS = {
     "mBART": Pair(
         lambda: hf.MBartModel(hf.MBartConfig(**BART)), *BART_PATHS, "encoder.layer_norm", note="pre-LN"
     ),
+    "Whisper": Pair(
+        lambda: hf.WhisperModel(hf.WhisperConfig(**WHISPER)), *BART_PATHS, "encoder.layer_norm",
+        note="the encoder reads sounds, pre-LN",
+    ),
 }  # fmt: skip
 
 
 def tiny(name: str) -> Module:
     """The model of a family, in float64 and eval mode."""
     torch.manual_seed(0)
-    model = (FAMILIES | PAIRS)[name].make().double().eval()
+    model = (FAMILIES | PICTURES | PAIRS)[name].make().double().eval()
     with torch.no_grad():  # away from where biases are nought and norms are one
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -265,8 +293,9 @@ def table() -> str:
         "| family | closed form of the previous layer | TransformerLens too | tested on | notes |",
         "|---|---|---|---|---|",
     ]
-    for name, family in FAMILIES.items():
+    for name, family in (FAMILIES | PICTURES).items():
         kind = "decoder" if family.causal else "encoder"
+        kind += " of pictures" if name in PICTURES else ""
         notes = f"{kind}, {family.note}" if family.note else kind
         tested = f"tiny random; real: {family.real}" if family.real else "tiny random"
         answers = ("yes" if holds else "no" for holds in (family.closed_form, family.bridge))

