@@ -66,7 +66,7 @@ class Noise(Intervention):
     """
 
     size: float
-    samples: int = 4
+    samples: int = 2
 
     @property
     def name(self) -> str:
@@ -131,7 +131,7 @@ class OtherToken(Intervention):
     """
 
     corpus: tuple[int, ...]
-    samples: int = 2
+    samples: int = 1
     of_vectors = False
     name = "other word"
 

@@ -305,21 +305,21 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
 def agreement_figure(matrix: pd.DataFrame) -> Figure:
     """Spearman's correlation of every method with every other, the mean over rows."""
     names = list(matrix.columns)
-    side = 0.52 * len(names) + 1.2
+    side = 0.42 * len(names) + 1.2
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(side + 2.2, side + 1.6), layout="constrained")
         axis = figure.subplots()
         axis.imshow(matrix, cmap="magma_r", vmin=0, vmax=1)
         for row, column in np.ndindex(matrix.shape):
             value = matrix.iat[row, column]
-            shade = "white" if value > 0.55 else "black"
+            shade = "white" if value > 0.45 else "black"
             text = f"{value:.2f}" if np.isfinite(value) else "-"
             axis.text(column, row, text, ha="center", va="center", color=shade, fontsize=8)
-        axis.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
+        axis.set_xticks(range(len(names)), names, rotation=90)
         axis.set_yticks(range(len(names)), names)
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-        axis.set_title("Spearman correlation of rows, mean over queries, heads and layers")
+        axis.set_title("Spearman correlation")
     return figure
 
 

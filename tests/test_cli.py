@@ -24,6 +24,7 @@ from PIL import Image
 from test_inputs import byte_level
 
 from captum_hta import __version__, cli, contributions, report
+from captum_hta.cli import explain
 from captum_hta.integrations import transformer_lens
 from captum_hta.integrations.transformer_lens import TransformerLensModel
 from captum_hta.model import Check
@@ -849,7 +850,7 @@ def test_unexpected_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(cli, "contributions", broken)
+    monkeypatch.setattr(explain, "contributions", broken)
     done = command("explain", "Go")
     assert done.code == 1
     assert "error: RuntimeError: out of luck" in done.err
@@ -867,7 +868,7 @@ def test_doctor(command: Command) -> None:
     assert done.is_calm()
     for words in ("TransformerLensModel", "6 layers of 12 heads, 32 wide each", "512 tokens", "autograd"):
         assert words in done.out
-    assert done.out.count("passed") == 17
+    assert done.out.count("passed") == 18
     assert "FAILED" not in done.out
 
 
@@ -889,3 +890,51 @@ def test_doctor_tells_failed_checks(
     assert "FAILED off by 1.0" in done.out
     assert "no, the general ways" in done.out
     assert "a check failed" in done.err
+
+
+# --- compare and faithfulness ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "words"),
+    [
+        ("compare", {"agreement.csv", "matrix.csv", "matrix.png"}, ("Kendall", "ALTI", "attention rollout")),
+        (
+            "faithfulness",
+            {"faithfulness.csv", "layers.csv", "faithfulness.png"},
+            ("noise 0.01", "zero vector", "mask token", "other word"),
+        ),
+    ],
+)
+def test_methods(command: Command, tmp_path: Path, name: str, files: set[str], words: tuple[str]) -> None:
+    """Tables, figures, a record, and what is printed; what a model does not allow is named."""
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(GOOD + b"\nnonsense\n" + GOOD.replace(b"Dogs", b"Cats") + b"\n")
+    output = tmp_path / "results"
+    done = command(name, str(data), "--layers", "0,2", "--probes", "2", "--out", str(output))
+    assert done.code == 0
+    assert done.is_calm()
+    assert {path.name for path in output.iterdir()} == files | {"run.json"}
+    for word in ("HTA, previous layer", "value zeroing", *words):
+        assert word in " ".join(done.out.split())
+    record = json.loads((output / "run.json").read_text())
+    assert record["counts"]["examples"] == 2
+    assert record["counts"]["bad_lines"] == 1
+    assert "line 2" in record["bad_lines"][0]
+    table = pd.read_csv(output / min(files))
+    assert set(table["layer"]) == {0, 2}
+    assert table["spearman"].between(-1, 1).all()
+    if name == "compare":
+        assert "has no logits" in record["left_out"]["saliency"]
+        assert "Without gradient x attention, saliency" in done.out
+
+
+def test_methods_errors(command: Command, pairs: Path, tmp_path: Path) -> None:
+    """Models and options that do not fit are one line each."""
+    for name in ("compare", "faithfulness"):
+        done = command(name, "--model", str(pairs), "--part", "cross", "--out", str(tmp_path / "out"))
+        assert done.code == 1
+        assert "on texts and their self-attention" in done.err
+        done = command(name, "--probes", "4", "--exact", "--out", str(tmp_path / "out"))
+        assert done.code == 1
+        assert "--exact takes no probes" in done.err

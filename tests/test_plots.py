@@ -98,6 +98,26 @@ def of_study(layers: int, heads: int) -> dict[str, Callable[[], Figure]]:
     }
 
 
+def agreement(methods: list[str]) -> Figure:
+    """A matrix of methods, one of whose numbers is not known."""
+    values = np.linspace(-0.1, 1, len(methods) ** 2).reshape(len(methods), -1)
+    values[0, 1] = np.nan
+    return plots.agreement_figure(pd.DataFrame(values, index=methods, columns=methods))
+
+
+def ranking(methods: list[str], interventions: int, layers: int) -> Figure:
+    """Rank correlations of methods, without an interval where there is one text."""
+    names = ["noise 0.01", "noise 1", "mean vector", "zero vector", "mask token", "other word"]
+    rows = [
+        {"intervention": name, "method": method, "layer": layer, "spearman": 0.9 - 0.1 * number,
+         "low": np.nan if layers == 1 else 0.8 - 0.1 * number, "high": 0.95 - 0.1 * number}
+        for name in names[:interventions]
+        for number, method in enumerate(methods)
+        for layer in range(layers)
+    ]  # fmt: skip
+    return plots.faithfulness_figure(pd.DataFrame(rows))
+
+
 CASES: dict[str, tuple[Any, ...]] = {
     f"heatmap_{tokens}x{rows}": (heatmap, tokens, rows)
     for tokens, rows in ((1, 1), (3, 1), (4, 2), (25, 1), (60, 1))
@@ -117,6 +137,14 @@ CASES |= {
     "overlay_2x9": (overlay, (2, 9), 2, ("[CLS]", "[DIST]")),
     "overlay_9x2": (overlay, (9, 2), 1),
     "overlay_1x1": (overlay, (1, 1), 1, ()),
+}
+METHODS = ["HTA, input", "HTA, previous layer", "attention", "value-weighted norm", "attention rollout"]
+CASES |= {
+    "agreement_5": (agreement, METHODS),
+    "agreement_2": (agreement, METHODS[:2]),
+    "faithfulness_6x5": (ranking, METHODS, 6, 6),
+    "faithfulness_1x1": (ranking, METHODS[:1], 1, 1),
+    "faithfulness_4x24": (ranking, METHODS, 4, 24),
 }
 SMALL = ["overlay_3x3", "heatmap_3x1", "correlation_2x2", "positions_2x2", "centres_2x2"]
 
@@ -341,7 +369,10 @@ def test_undefined_centres_are_left_out() -> None:
 def test_the_figures_of_a_study_are_all_here() -> None:
     """Each public function of the module is in the cases."""
     public = {name for name, value in vars(plots).items() if name[0] != "_" and callable(value)}
-    made = {"heatmaps", "overlays", "correlation_figure", "histogram_figure", "centre_figure"}
+    made = {
+        "heatmaps", "overlays", "correlation_figure", "histogram_figure", "centre_figure",
+        "agreement_figure", "faithfulness_figure",
+    }  # fmt: skip
     assert {name for name in public if vars(plots)[name].__module__ == plots.__name__} == made
 
 
@@ -410,6 +441,24 @@ def test_the_legend_hides_no_point(figure: Figure) -> None:
     for points in axis.collections:
         for x, y in axis.transData.transform(points.get_offsets()):
             assert not box.contains(x, y)
+
+
+def test_numbers_of_the_matrix_and_lines_of_methods() -> None:
+    """Each cell says its number, in a colour that is seen on it; each panel has a line a method."""
+    figure = agreement(METHODS)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts[:3] == ["-0.10", "-", "-0.01"]
+    assert texts[-1] == "1.00"
+    assert figure.axes[0].texts[-1].get_color() == "white"
+    assert figure.axes[0].texts[0].get_color() == "black"
+    figure = ranking(METHODS, 4, 3)
+    shown = [axis for axis in panels(figure) if axis.axison]
+    assert [axis.get_title() for axis in shown] == ["noise 0.01", "noise 1", "mean vector", "zero vector"]
+    for axis in shown:
+        assert [list(line.get_ydata()) for line in axis.lines] == [
+            pytest.approx([0.9 - 0.1 * number] * 3) for number in range(5)
+        ]
+    assert [text.get_text() for text in legend_of(figure).get_texts()] == METHODS
 
 
 def test_long_texts_make_a_picture_that_can_be_opened() -> None:

@@ -71,7 +71,7 @@ class BlockNorm(Baseline):
         Models", EMNLP 2021 (there "AttnResLn-N"; of a pre-LN block "AttnRes-N").
     """
 
-    name = "norm with residual and LayerNorm"
+    name = "block norm"
     axes = "batch layer query key"
 
     def of(self, example: Example) -> Tensor:

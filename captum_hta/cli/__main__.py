@@ -1,0 +1,7 @@
+"""``python -m captum_hta.cli``."""
+
+import sys
+
+from captum_hta.cli import main
+
+sys.exit(main())

@@ -1,0 +1,24 @@
+"""Contributions beside other methods: how far they agree, and which of them tells what heads really do."""
+
+from captum_hta import compare, contributions, faithfulness
+from captum_hta.baselines import AttentionRollout, AttentionWeights, ValueWeightedNorm
+from captum_hta.comparison import HtaMethod
+from captum_hta.integrations.transformer_lens import load_model
+from captum_hta.interventions import Noise, Zero
+
+model = load_model()
+texts = [("The trophy did not fit in the suitcase.", "It was too big."), "Dogs bark at night."]
+total = contributions(model, texts, source="input", n_probes=16)
+baselines = [AttentionWeights(model), ValueWeightedNorm(model), AttentionRollout(model)]
+table = compare(total, {method.name: method.attribute(texts) for method in baselines})
+print(table.groupby(["method", "layer"])["spearman"].mean().unstack("layer").round(2))
+
+# Change each source token in turn, see how far each head moves, and ask which method said so.
+methods = [HtaMethod(model, "input", n_probes=16), *baselines]
+found = faithfulness(model, texts, methods, [Noise(0.01), Zero()])
+ranking = found.summary().pivot(index="method", columns="intervention", values="spearman")
+print(ranking.round(2))
+
+assert len(table) == 3 * 6 * 12
+assert ranking["noise 0.01"].idxmax() == "HTA, input"
+assert ranking.loc["HTA, input", "noise 0.01"] > 0.8
