@@ -346,6 +346,8 @@ def faithfulness_figure(table: pd.DataFrame) -> Figure:
             axis.set_xlabel("layer")
         for axis in axes[:, 0]:
             axis.set_ylabel("Spearman correlation")
+        lowest = table["spearman"].min()
+        axes[0, 0].set_ylim(min(0.0, lowest - 0.05) if np.isfinite(lowest) else 0.0, 1.02)
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     return figure
 
