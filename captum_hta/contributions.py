@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from captum._utils.progress import NullProgress, progress
@@ -130,16 +131,16 @@ class _Setting:
     """How contributions are to be found."""
 
     source: str | int
-    target: str
     layers: list[int]
-    norm: str
-    multiply_by_inputs: bool
-    n_probes: int | None
-    tolerance: float | None
-    seed: int
-    way: str | None
-    precision: str
     key_layers: int | None
+    target: str = "head"
+    norm: str = "frobenius"
+    multiply_by_inputs: bool = False
+    n_probes: int | None = None
+    tolerance: float | None = None
+    seed: int = 0
+    way: str | None = None
+    precision: str = "highest"
     direction: Tensor | None = None
 
     def entry(self, layer: int) -> int:
@@ -219,19 +220,64 @@ def contributions(
         ['[CLS]', 'The', 'cat', 'sat', '.', '[SEP]']
     """
     texts = listed(model, texts)
-    setting = _Setting(
-        source, target, _layers(model, layers, source), norm, multiply_by_inputs,
-        n_probes, tolerance, seed, way, precision, model.key_layers, direction,
-    )  # fmt: skip
-    _check(model, setting)
+    asked = {
+        "source": source, "target": target, "layers": layers, "norm": norm, "n_probes": n_probes,
+        "multiply_by_inputs": multiply_by_inputs, "tolerance": tolerance, "seed": seed, "way": way,
+        "precision": precision, "direction": direction,
+    }  # fmt: skip
+    settings = {"result": _setting(model, **asked)}
     encodings = [encoded(model, text, number, truncation) for number, text in enumerate(texts)]
-    collected = _Collected(model, encodings, setting)
     with progress(desc="Contributions", total=len(texts)) if show_progress else NullProgress() as bar:
-        for rows in batches([len(encoding) for encoding in encodings]):
-            collected.add(rows, model.batch([encodings[row] for row in rows]))
-            bar.update(len(rows))
-    result = collected.result()
+        result = _jointly(model, encodings, settings, bar.update)["result"]
     return replace(result, cut=_cut(model, texts, encodings)) if truncation else result
+
+
+def jointly(
+    model: Model, encodings: Sequence[Encoding], asked: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Contributions]:
+    """Several contributions of the same texts, by name, with what they have in common found once.
+
+    Args:
+        model: The model.
+        encodings: Texts as the model reads them.
+        asked: For each result what is asked of :func:`contributions`. Those that differ in ``target`` alone
+            share a sweep; all share the model's attention.
+
+    Raises:
+        ValueError: As :func:`contributions`.
+    """
+    settings = {name: _setting(model, **one) for name, one in asked.items()}
+    return _jointly(model, encodings, settings, lambda count: None)
+
+
+def _jointly(
+    model: Model,
+    encodings: Sequence[Encoding],
+    settings: Mapping[str, _Setting],
+    advance: Callable[[int], object],
+) -> dict[str, Contributions]:
+    collected = {name: _Collected(model, encodings, setting) for name, setting in settings.items()}
+    for rows in batches([len(encoding) for encoding in encodings]):
+        batch = model.batch([encodings[row] for row in rows])
+        attention = model.attention(batch)
+        for alike in _alike(settings):
+            stores = [collected[name] for name in alike]
+            keys = stores[0].keys_of(rows)
+            energies, plans = _batch_energies(
+                model, batch, attention, keys, [settings[name] for name in alike]
+            )
+            for store, found in zip(stores, energies, strict=True):
+                store.add(rows, batch, attention, found, plans)
+        advance(len(rows))
+    return {name: store.result() for name, store in collected.items()}
+
+
+def _alike(settings: Mapping[str, _Setting]) -> list[list[str]]:
+    """Names of settings that differ in their target alone."""
+    groups: dict[object, list[str]] = {}
+    for name, setting in settings.items():
+        groups.setdefault(repr(replace(setting, target="")), []).append(name)
+    return list(groups.values())
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -264,11 +310,17 @@ class _Collected:
         self.attention = torch.empty(*rows, model.num_heads, *square, dtype=dtype)
         self.plans: list[Plan] = []
 
-    def add(self, rows: list[int], batch: Batch) -> None:
-        attention = self.model.attention(batch)
-        estimates, plans = _batch_energies(self.model, batch, attention, self._keys(rows), self.setting)
+    def add(
+        self,
+        rows: list[int],
+        batch: Batch,
+        attention: list[Attention],
+        energies: list[Energy],
+        plans: list[Plan],
+    ) -> None:
+        """Keep what was found for the layers of some texts."""
         self.plans.extend(plans)
-        for index, (layer, energy) in enumerate(zip(self.setting.layers, estimates, strict=True)):
+        for index, (layer, energy) in enumerate(zip(self.setting.layers, energies, strict=True)):
             values, errors = shares(_real(energy, batch.keys))
             if self.setting.target == "layer":
                 values, errors = values.squeeze(1), errors if errors is None else errors.squeeze(1)
@@ -279,7 +331,7 @@ class _Collected:
                     self.errors = torch.empty_like(self.values)
                 self._put(self.errors, rows, index, errors)
 
-    def _keys(self, rows: list[int]) -> list[tuple[int, ...]]:
+    def keys_of(self, rows: list[int]) -> list[tuple[int, ...]]:
         """A stream of probes for each text, by its tokens: the same alone and among others."""
         seed = self.setting.seed
         return [(seed, _fingerprint(self.encodings[row])) for row in rows]
@@ -336,48 +388,55 @@ def _batch_energies(
     batch: Batch,
     attention: list[Attention],
     keys: list[tuple[int, ...]],
-    setting: _Setting,
-) -> tuple[list[Energy], list[Plan]]:
-    """For each layer of the setting its energies, and the plans that were followed."""
-    if _has_closed_form(attention, setting):
-        return _closed_form(attention, setting)
-    found: dict[int, Energy] = {}
+    settings: list[_Setting],
+) -> tuple[list[list[Energy]], list[Plan]]:
+    """For each setting, of which only targets differ, the energies of its layers; and the plans that were
+    followed.
+    """
+    setting = settings[0]
+    if len(settings) == 1 and _has_closed_form(attention, setting):
+        energies, plans = _closed_form(attention, setting)
+        return [energies], plans
+    found: dict[tuple[str, int], Energy] = {}
     plans = []
     for entry in sorted({setting.entry(layer) for layer in setting.layers}):
         layers = [layer for layer in setting.layers if setting.entry(layer) == entry]
+        targets = [(one.target, layer) for one in settings for layer in layers]
         passage = ForwardPass(
             model.forward,
             batch.inputs,
             batch.extra,
-            [model.target(layer, setting.target) for layer in layers],
+            [model.target(layer, kind) for kind, layer in targets],
             model.source(entry),
         )
-        answered = answer(passage, _question(model, keys, setting, layers))
-        found.update(zip(layers, answered.energies, strict=True))
+        answered = answer(passage, _question(model, keys, setting, targets))
+        found.update(zip(targets, answered.energies, strict=True))
         plans.append(answered.plan)
-    return [found[layer] for layer in setting.layers], plans
+    return [[found[one.target, layer] for layer in one.layers] for one in settings], plans
 
 
-def _question(model: Model, keys: list[tuple[int, ...]], setting: _Setting, layers: list[int]) -> Question:
+def _question(
+    model: Model, keys: list[tuple[int, ...]], setting: _Setting, targets: list[tuple[str, int]]
+) -> Question:
     return Question(
         norm=setting.norm,
-        num_heads=model.num_heads if setting.target == "head" else None,
+        num_heads=[model.num_heads if kind == "head" else None for kind, _ in targets],
         multiply_by_inputs=setting.multiply_by_inputs,
         n_probes=setting.n_probes,
         tolerance=setting.tolerance,
         keys=keys,
         way=setting.way,
         precision=setting.precision,
-        direction=_directions(setting, layers),
+        direction=_directions(setting, targets),
     )
 
 
-def _directions(setting: _Setting, layers: list[int]) -> list[Tensor] | None:
-    """For each of the layers its directions."""
+def _directions(setting: _Setting, targets: list[tuple[str, int]]) -> list[Tensor] | None:
+    """For each of the targets its directions."""
     if setting.direction is None:
         return None
     has_layers = setting.direction.dim() == (3 if setting.target == "head" else 2)
-    return [setting.direction[layer] if has_layers else setting.direction for layer in layers]
+    return [setting.direction[layer] if has_layers else setting.direction for _, layer in targets]
 
 
 def _has_closed_form(attention: list[Attention], setting: _Setting) -> bool:
@@ -539,6 +598,25 @@ def _layers(model: Model, layers: Sequence[int] | int | None, source: str | int)
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _setting(
+    model: Model,
+    source: str | int = "input",
+    layers: Sequence[int] | int | None = None,
+    n_probes: int | None = None,
+    **others: Any,
+) -> _Setting:
+    """What is asked, checked; see :func:`contributions`."""
+    setting = _Setting(
+        source=source,
+        layers=_layers(model, layers, source),
+        n_probes=n_probes,
+        key_layers=model.key_layers,
+        **others,
+    )
+    _check(model, setting)
+    return setting
 
 
 def _check(model: Model, setting: _Setting) -> None:

@@ -34,7 +34,8 @@ class Question:
 
     Attributes:
         norm: One of :data:`captum_hta.norms.NORMS`.
-        num_heads: Parts of a target ``[batch, position, width]``; ``None``: one, without a head axis.
+        num_heads: Parts of a target ``[batch, position, width]``; ``None``: one, without a head axis. A list
+            has one for each target.
         neuron_selector: Query positions, as :func:`captum_hta.request.query_positions` takes them.
         multiply_by_inputs: Scale column ``d`` of a block by ``x_i[d]``.
         direction: Multiply blocks by vectors from the left, as :func:`captum_hta.direction.directions_for`
@@ -49,7 +50,7 @@ class Question:
     """
 
     norm: str = "frobenius"
-    num_heads: int | None = None
+    num_heads: int | Sequence[int | None] | None = None
     neuron_selector: Any = None
     multiply_by_inputs: bool = False
     direction: Tensor | Sequence[Tensor] | None = None
@@ -223,9 +224,11 @@ def _request(
             "one at a time"
         )
     queries = query_positions(question.neuron_selector, targets[0].shape[1], targets[0].device)
+    asked = question.num_heads
+    each = asked if isinstance(asked, list | tuple) else [asked] * len(targets)
     heads = [
-        _heads(passage.name(layer), target, question.num_heads)
-        for layer, target in zip(passage.layers, targets, strict=True)
+        _heads(passage.name(layer), target, count)
+        for layer, target, count in zip(passage.layers, targets, each, strict=True)
     ]
     request = Request(question.norm, [count or 1 for count in heads], queries, question.multiply_by_inputs)
     if question.direction is not None:

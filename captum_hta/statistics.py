@@ -6,6 +6,7 @@ Every accumulator holds plain sums, so examples may be added in any order and in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,6 +169,19 @@ class Mean:
         self.examples += other.examples
         self.left_out += other.left_out
 
+    def arrays(self) -> dict[str, Array]:
+        """All that it holds, by name."""
+        return {
+            "sums": self.sums, "counts": self.counts, "examples": self.examples, "left_out": self.left_out,
+            **{f"squares{number}": square for number, square in enumerate(self.squares)},
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> Mean:
+        """The accumulator that holds :meth:`arrays`."""
+        squares = tuple(arrays[f"squares{number}"] for number in range(3))
+        return cls(arrays["sums"], arrays["counts"], squares, arrays["examples"], arrays["left_out"])
+
     def mean(self) -> Array:
         """``[*shape]``; NaN where no row is defined."""
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -226,6 +240,15 @@ class RelativePosition:
         self.sums += other.sums
         self.counts += other.counts
 
+    def arrays(self) -> dict[str, Array]:
+        """All that it holds, by name."""
+        return {"sums": self.sums, "counts": self.counts}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> RelativePosition:
+        """The accumulator that holds :meth:`arrays`."""
+        return cls(arrays["sums"], arrays["counts"])
+
     def histogram(self) -> Array:
         """Mean value at each offset ``[layer, head, offset]``; zero at offsets that do not occur."""
         return self.sums / np.maximum(self.counts, 1)
@@ -236,3 +259,49 @@ class RelativePosition:
         total = histogram.sum(-1)
         with np.errstate(invalid="ignore"):
             return np.where(total > 0, (histogram * self.offsets).sum(-1) / total, np.nan)
+
+
+BINS = 1000
+"""Bins of a distribution of shares: quantiles are known to a thousandth."""
+
+
+@dataclass
+class Distribution:
+    """How shares between 0 and 1 are distributed, by counts in :data:`BINS` bins of equal width.
+
+    Attributes:
+        counts: ``[*shape, bin]``.
+    """
+
+    counts: Array
+
+    @classmethod
+    def zero(cls, *shape: int) -> Distribution:
+        """The distribution of nothing, for values ``[*shape]``."""
+        return cls(np.zeros((*shape, BINS)))
+
+    def add(self, rows: Array) -> None:
+        """Add values ``[*shape, row]``; NaN is left out."""
+        bins = np.clip((np.nan_to_num(rows) * BINS).astype(np.int64), 0, BINS - 1)
+        for at in np.ndindex(self.counts.shape[:-1]):
+            self.counts[at] += np.bincount(bins[at][~np.isnan(rows[at])], minlength=BINS)
+
+    def merge(self, other: Distribution) -> None:
+        """Add what another accumulator has seen."""
+        self.counts += other.counts
+
+    def arrays(self) -> dict[str, Array]:
+        """All that it holds, by name."""
+        return {"counts": self.counts}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> Distribution:
+        """The accumulator that holds :meth:`arrays`."""
+        return cls(arrays["counts"])
+
+    def quantile(self, share: float) -> Array:
+        """``[*shape]``: the middle of the bin that this share of the values do not exceed; NaN of nothing."""
+        below = self.counts.cumsum(-1)
+        total = below[..., -1]
+        found = (below < share * total[..., None]).sum(-1)
+        return np.where(total > 0, (np.minimum(found, BINS - 1) + 0.5) / BINS, np.nan)
