@@ -20,7 +20,8 @@ from scipy import stats
 
 from captum_hta import report
 from captum_hta.contributions import Contributions, contributions
-from captum_hta.study import Setting, Study, read_texts, run, shipped_pairs
+from captum_hta.corpus import read_texts, shipped_pairs
+from captum_hta.study import Setting, Study, run
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 EXACT = Setting(n_probes=None)

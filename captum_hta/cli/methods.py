@@ -11,7 +11,7 @@ import pandas as pd
 import typer
 from rich.table import Table
 
-from captum_hta import plots, report, study
+from captum_hta import corpus, plots, report
 from captum_hta.cli.options import (
     Adapter,
     Data,
@@ -26,7 +26,6 @@ from captum_hta.cli.options import (
     Strict,
     UserError,
     check_folder,
-    corpus,
     counted,
     load,
     named_layers,
@@ -34,6 +33,7 @@ from captum_hta.cli.options import (
     plain,
     probes_or_exact,
     progress,
+    read_corpus,
     rounded,
 )
 from captum_hta.comparison import Method, compare_methods, methods_for
@@ -174,7 +174,7 @@ class _Run:
         self.layers = named_layers(layers, self.model)
         if self.model.reader.medium != "text" or self.model.key_layers is not None:
             raise UserError(f"{self.model.name}: methods are compared on texts and their self-attention")
-        self.texts, self.bad = corpus(data or study.shipped_pairs(), self.model, limit, strict)
+        self.texts, self.bad = read_corpus(data or corpus.shipped_pairs(), self.model, limit, strict)
         self.arguments = {
             "data": str(data or "the shipped pairs"), "limit": limit, "layers": layers or "all", "part": part,
             "adapter": adapter, "device": device, "seed": seed, "probes": self.probes,

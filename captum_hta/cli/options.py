@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
-from captum_hta import plots, study
+from captum_hta import corpus, plots, study
 from captum_hta.contributions import text_lengths
 from captum_hta.forecast import forecast, in_all
 from captum_hta.model import Model, Text
@@ -165,9 +165,9 @@ def probes_or_exact(
     return probes if probes is not None or tolerance is not None else default
 
 
-def corpus(
+def read_corpus(
     path: Path, model: Model, limit: int | None, strict: bool, truncation: bool = False
-) -> tuple[list[Text], list[study.BadLine]]:
+) -> tuple[list[Text], list[corpus.BadLine]]:
     """The texts of a file that the model can read, and its other lines, which are named on the way.
 
     Raises:
@@ -183,7 +183,7 @@ def corpus(
         return None
 
     try:
-        texts, bad = study.read_texts(path, check, limit)
+        texts, bad = corpus.read_texts(path, check, limit)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     for line in bad:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from captum_hta import report, study
+from captum_hta import corpus, report, study
 from captum_hta.cli.options import (
     Adapter,
     Data,
@@ -29,7 +29,6 @@ from captum_hta.cli.options import (
     UserError,
     announce,
     check_folder,
-    corpus,
     counted,
     load,
     named_layers,
@@ -37,6 +36,7 @@ from captum_hta.cli.options import (
     print_error,
     probes_or_exact,
     progress,
+    read_corpus,
     rounded,
 )
 from captum_hta.contributions import encoded, missing_tokens
@@ -88,7 +88,7 @@ def run_study(
     if loaded.reader.medium != "text":
         raise UserError(f"{loaded.name} reads {loaded.reader.reads}; a study is of texts: use explain")
     chosen = named_layers(layers, loaded)
-    texts, bad = corpus(data or study.shipped_pairs(), loaded, limit, strict, truncation)
+    texts, bad = read_corpus(data or corpus.shipped_pairs(), loaded, limit, strict, truncation)
     encodings = [encoded(loaded, text, number, truncation) for number, text in enumerate(texts)]
     cut = sum(missing_tokens(loaded, *pair) > 0 for pair in zip(texts, encodings, strict=True))
     asked = {"layers": chosen, "norm": norm, "n_probes": arguments["probes"]}
@@ -112,7 +112,7 @@ def run_study(
     _print_study(found, loaded, output, bad, cut)
 
 
-def _print_study(found: study.Study, model: Model, output: Path, bad: list[study.BadLine], cut: int) -> None:
+def _print_study(found: study.Study, model: Model, output: Path, bad: list[corpus.BadLine], cut: int) -> None:
     summary = found.layer_summary()
     table = Table(title=f"{model.name}: medians over heads, correlation with attention", title_justify="left")
     names = {
