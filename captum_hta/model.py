@@ -226,6 +226,10 @@ class Model(Protocol):
         """Of the weights."""
 
     @property
+    def fingerprint(self) -> str:
+        """Of the weights: equal for equal weights, and for no others that occur."""
+
+    @property
     def size(self) -> Size:
         """The numbers that decide what contributions cost."""
 

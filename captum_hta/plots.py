@@ -299,6 +299,57 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
     return figure
 
 
+def own_share_figure(mixing: pd.DataFrame) -> Figure:
+    """Brunner et al. 2020, section 5: the share of a token's own input in its hidden embeddings, median and
+    quartiles, and how often it is the largest.
+    """
+    layers = sorted(mixing["layer"])
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(max(6.4, 0.4 * len(layers) + 3), 3.2), layout="constrained")
+        share, largest = figure.subplots(1, 2)
+        share.fill_between(
+            mixing["layer"], mixing["own_lower_quartile"], mixing["own_upper_quartile"],
+            color=INPUT, alpha=0.25, linewidth=0, label="quartiles",
+        )  # fmt: skip
+        share.plot(mixing["layer"], mixing["own_median"], color=INPUT, marker="o", label="median")
+        share.set_title("share of the own input")
+        share.legend(frameon=False)
+        largest.plot(mixing["layer"], mixing["own_is_largest"], color=INPUT, marker="o")
+        largest.set_title("own input is the largest")
+        for axis in (share, largest):
+            axis.set_ylim(0, 1.02)
+            axis.set_xlabel("layer")
+            axis.grid(axis="y", color="0.92")
+            axis.set_axisbelow(True)
+            axis.xaxis.set_major_locator(FixedLocator(layers, nbins=12))
+    return figure
+
+
+def neighbours_figure(mixing: pd.DataFrame) -> Figure:
+    """Brunner et al. 2020, section 5: what the tokens at each distance give to a hidden token together."""
+    layers = sorted(mixing["layer"])
+    columns = [name for name in mixing.columns if name.startswith("at_distance_")]
+    columns = [name for name in columns if mixing[name].notna().any()]
+    shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, max(1, len(columns))))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(max(6.4, 0.4 * len(layers) + 3), 3.4), layout="constrained")
+        axis = figure.subplots()
+        for name, shade in zip(columns, shades, strict=False):
+            axis.plot(
+                mixing["layer"], mixing[name], color=shade, marker="o", markersize=3,
+                label=name.removeprefix("at_distance_"),
+            )  # fmt: skip
+        axis.set_ylim(0)
+        axis.set_xlabel("layer")
+        axis.set_ylabel("contribution of both\ntokens at a distance")
+        axis.grid(axis="y", color="0.92")
+        axis.set_axisbelow(True)
+        axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
+        if columns:
+            figure.legend(title="distance", loc="outside right center", frameon=False)
+    return figure
+
+
 # --- figures of comparisons ------------------------------------------------------------------------
 
 

@@ -56,6 +56,8 @@ def write(folder: Path, study: Study, record: dict[str, Any]) -> list[Path]:
         "centres_of_mass.csv": study.centres_of_mass(),
         "layers.csv": study.layer_summary(),
     }
+    if study.mixing is not None:
+        tables["mixing.csv"] = study.mixing.table()
     shown = figures(study)
     record = record | {
         "findings": {name: finite(value) for name, value in study.findings().items()},
@@ -152,6 +154,30 @@ def figures(study: Study) -> list[Shown]:
             "Attention and input contribution",
             _sentence_6(study.layer_summary()),
             plots.correlation_figure(correlations, "input"),
+        ),
+        *([] if study.mixing is None else _of_hidden_tokens(study.mixing.table())),
+    ]
+
+
+def _of_hidden_tokens(mixing: pd.DataFrame) -> list[Shown]:
+    """After section 5 of Brunner et al. 2020."""
+    first, last = mixing.iloc[0], mixing.iloc[-1]
+    return [
+        Shown(
+            "figure7_own_share.png",
+            "How much hidden tokens keep of themselves",
+            "Contributions to the hidden embedding after each block (Brunner et al. 2020, section 5). The "
+            f"median share of a token's own input goes from {first['own_median']:.2f} to "
+            f"{last['own_median']:.2f}; it is the largest share for {first['own_is_largest']:.0%} of the "
+            f"tokens at first, for {last['own_is_largest']:.0%} at last.",
+            plots.own_share_figure(mixing),
+        ),
+        Shown(
+            "figure8_neighbours.png",
+            "From how far hidden tokens take the rest",
+            "What the two tokens at each distance give together, mean over tokens that have such neighbours: "
+            "near ones first in early layers, less so later, where context is more widely spread.",
+            plots.neighbours_figure(mixing),
         ),
     ]
 

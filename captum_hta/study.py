@@ -6,22 +6,31 @@ and where, relative to the query, both lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
-from captum_hta.contributions import Contributions, batches, contributions, encoded
+from captum_hta.contributions import Contributions, batches, encoded, jointly
 from captum_hta.forecast import in_all
-from captum_hta.model import Model, Text
+from captum_hta.mixing import Mixing
+from captum_hta.model import Encoding, Model, Text
 from captum_hta.plan import Plan
-from captum_hta.statistics import Mean, RelativePosition, row_correlations
+from captum_hta.shards import Shards
+from captum_hta.statistics import Distribution, Mean, RelativePosition, row_correlations
 
 SOURCES = ("previous_layer", "input")
 DEFAULT_PROBES = 16
+HIDDEN = "hidden"
+"""What contributions to hidden embeddings are called beside those to heads."""
 GROUP = 4
 """Examples whose contributions are found together, of like lengths: few, for an even progress."""
+PART = 8
+"""Groups whose results are kept together."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class Study:
         largest_errors: For each such source the largest of them.
         tokens: Number of tokens of each example.
         ways: For each source the ways that were taken, each with its operations in all.
+        mixing: What contributions to hidden embeddings tell; ``None`` where they are not asked for.
     """
 
     layers: list[int]
@@ -74,12 +84,14 @@ class Study:
     largest_errors: dict[str, float] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     ways: dict[str, list[Plan]] = field(default_factory=dict)
+    mixing: Mixing | None = None
 
     @classmethod
-    def empty(cls, layers: Sequence[int], heads: int, longest: int) -> Study:
-        """A study of no example, for texts of at most ``longest`` tokens."""
+    def empty(cls, layers: Sequence[int], heads: int, longest: int, hidden: bool = False) -> Study:
+        """A study of no example, for texts of at most ``longest`` tokens; of hidden embeddings too."""
         shape = (len(layers), heads)
         return cls(
+            mixing=Mixing.empty(list(layers)) if hidden else None,
             layers=list(layers),
             heads=heads,
             pearson={source: Mean.zero(*shape) for source in SOURCES},
@@ -93,13 +105,72 @@ class Study:
         attention = results["input"].attention[0].double().numpy()
         self.positions["attention"].add(attention)
         self.tokens.append(attention.shape[-2])
-        for source, result in results.items():
+        if self.mixing is not None:
+            self.mixing.add(results[HIDDEN].values[0].double().numpy())
+        for source in SOURCES:
+            result = results[source]
             values = result.values[0].double().numpy()
             pearson, spearman = row_correlations(attention, values)
             self.pearson[source].add(pearson)
             self.spearman[source].add(spearman)
             self.positions[source].add(values)
             self._add_errors(source, result)
+
+    def add_group(self, model: Model, encodings: Sequence[Encoding], setting: Setting) -> None:
+        """Add a few texts."""
+        results = jointly(model, encodings, _asked(setting, self.mixing is not None))
+        for index in range(len(encodings)):
+            self.add({name: result.example(index) for name, result in results.items()})
+        for source in SOURCES:
+            self.note_plans(source, results[source].plans)
+
+    # --- parts of a study
+
+    @property
+    def _accumulators(self) -> dict[str, Mean | RelativePosition | Distribution]:
+        """All accumulators, by name."""
+        groups: dict[str, Mapping[str, Mean | RelativePosition | Distribution]] = {
+            "pearson": self.pearson,
+            "spearman": self.spearman,
+            "positions": self.positions,
+            "errors": self.errors,
+            "mixing": {} if self.mixing is None else self.mixing.parts,
+        }
+        return {f"{group}/{name}": one for group, parts in groups.items() for name, one in parts.items()}
+
+    def merge(self, other: Study) -> None:
+        """Add what another study of the same layers and heads has seen."""
+        for mine, others in zip(self._accumulators.values(), other._accumulators.values(), strict=True):
+            mine.merge(others)
+        self.tokens += other.tokens
+        for source, largest in other.largest_errors.items():
+            self.largest_errors[source] = max(self.largest_errors.get(source, 0.0), largest)
+        for source, plans in other.ways.items():
+            self.note_plans(source, plans)
+
+    def arrays(self) -> dict[str, NDArray]:
+        """All that it holds, by name."""
+        arrays = {
+            f"{name}/{part}": array
+            for name, one in self._accumulators.items()
+            for part, array in one.arrays().items()
+        }
+        rest = {
+            "tokens": self.tokens,
+            "largest_errors": self.largest_errors,
+            "ways": {source: [asdict(plan) for plan in plans] for source, plans in self.ways.items()},
+        }
+        return arrays | {"rest": np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8)}
+
+    def restore(self, arrays: Mapping[str, NDArray]) -> Study:
+        """This empty study with what :meth:`arrays` of another have held."""
+        for name, one in self._accumulators.items():
+            parts = {part: arrays[f"{name}/{part}"] for part in one.arrays()}
+            one.__dict__.update(type(one).of(parts).__dict__)
+        rest = json.loads(arrays["rest"].tobytes())
+        self.tokens, self.largest_errors = rest["tokens"], rest["largest_errors"]
+        self.ways = {source: [Plan(**plan) for plan in plans] for source, plans in rest["ways"].items()}
+        return self
 
     def note_plans(self, source: str, plans: Sequence[Plan]) -> None:
         """Keep what ways were taken to a source's contributions, and what they cost."""
@@ -205,6 +276,7 @@ def run(
     texts: Sequence[Text],
     setting: Setting,
     advance: Callable[[float], object] = lambda cost: None,
+    shards: Shards | None = None,
 ) -> Study:
     """Do the study.
 
@@ -213,36 +285,54 @@ def run(
         texts: The corpus.
         setting: How.
         advance: Called with the share of the whole cost that has been done.
+        shards: Where parts that are done are kept, and are taken from: the numbers are the same. Default:
+            ``None``, nowhere.
 
     Raises:
         ValueError: As :func:`captum_hta.contributions`.
+        OSError: If a part cannot be written.
     """
     encodings = [encoded(model, text, number, setting.truncation) for number, text in enumerate(texts)]
     lengths = [len(encoding) for encoding in encodings]
     longest = max((max(len(one), len(one.context or ())) for one in encodings), default=0)
-    total = sum(length**2 for length in lengths)
-    study = None
-    for rows in _groups(lengths):
-        results = _both(model, [texts[row] for row in rows], setting)
-        if study is None:
-            study = Study.empty(results["input"].layers, model.num_heads, longest)
-        for index, row in enumerate(rows):
-            study.add({source: result.example(index) for source, result in results.items()})
-            advance(lengths[row] ** 2 / total)
-        for source, result in results.items():
-            study.note_plans(source, result.plans)
-    if study is None:
+    if not encodings:
         raise ValueError("there is no text to study")
+    total = sum(length**2 for length in lengths)
+    hidden = setting.norm != "spectral" and model.key_layers is None  # of a wide target that norm is dear
+    named = range(model.num_layers) if setting.layers is None else setting.layers
+    layers = [layer % model.num_layers for layer in named]
+
+    def empty() -> Study:
+        return Study.empty(layers, model.num_heads, longest, hidden)
+
+    study = empty()
+    for number, groups in enumerate(_parts(lengths)):
+        if shards is not None and number in shards:
+            part = empty().restore(shards.read(number))
+            advance(sum(lengths[row] ** 2 for rows in groups for row in rows) / total)
+        else:
+            part = empty()
+            for rows in groups:
+                part.add_group(model, [encodings[row] for row in rows], setting)
+                for row in rows:
+                    advance(lengths[row] ** 2 / total)
+            if shards is not None:
+                shards.write(number, part.arrays())
+        study.merge(part)
     return study
 
 
-def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    for rows in batches(lengths):
-        for start in range(0, len(rows), GROUP):
-            yield rows[start : start + GROUP]
+def _parts(lengths: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Texts in groups of like lengths, some groups a part."""
+    groups = [
+        rows[start : start + GROUP] for rows in batches(lengths) for start in range(0, len(rows), GROUP)
+    ]
+    for start in range(0, len(groups), PART):
+        yield groups[start : start + PART]
 
 
-def _both(model: Model, texts: Sequence[Text], setting: Setting) -> dict[str, Contributions]:
+def _asked(setting: Setting, hidden: bool) -> dict[str, dict[str, Any]]:
+    """What is asked of each group of texts, by name."""
     common = {
         "layers": setting.layers,
         "norm": setting.norm,
@@ -250,9 +340,9 @@ def _both(model: Model, texts: Sequence[Text], setting: Setting) -> dict[str, Co
         "n_probes": setting.n_probes,
         "tolerance": setting.tolerance,
         "seed": setting.seed,
-        "truncation": setting.truncation,
     }
-    return {source: contributions(model, texts, source=source, **common) for source in SOURCES}
+    asked = {source: common | {"source": source} for source in SOURCES}
+    return asked | ({HIDDEN: common | {"source": "input", "target": "layer"}} if hidden else {})
 
 
 def finite(value: float) -> float | None:

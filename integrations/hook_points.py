@@ -13,7 +13,14 @@ from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forecast import Size
 from captum_hta.forward_pass import observed
 from captum_hta.integrations.layouts import repeated
-from captum_hta.integrations.proof import Proof, encoder_logits, no_logits, require_eval, require_weights
+from captum_hta.integrations.proof import (
+    Proof,
+    encoder_logits,
+    no_logits,
+    require_eval,
+    require_weights,
+    weights_fingerprint,
+)
 from captum_hta.integrations.texts import TextReader
 from captum_hta.model import Attention, Batch, Check, Encoding, OutputProjection, Text, Unembedding
 
@@ -67,6 +74,11 @@ class HookPointModel:
     def dtype(self) -> torch.dtype:
         """Of the model's weights."""
         return next(self.lens.parameters()).dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights."""
+        return weights_fingerprint(self.lens)
 
     @property
     def size(self) -> Size:

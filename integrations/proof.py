@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable
 from functools import cached_property
@@ -238,3 +239,12 @@ def require_weights(name: str, model: Module) -> None:
     """Raise a ``ValueError`` if weights of the model are not there."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} has weights on the meta device, which hold no numbers: load them first")
+
+
+def weights_fingerprint(model: Module) -> str:
+    """A digest of all weights, by name."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -39,6 +39,7 @@ from captum_hta.integrations.proof import (
     no_logits,
     require_eval,
     require_weights,
+    weights_fingerprint,
 )
 from captum_hta.integrations.readers import reader_for
 from captum_hta.model import Attention, Batch, Check, Encoding, OutputProjection, Text, Unembedding
@@ -118,6 +119,11 @@ class TransformersModel:
     def dtype(self) -> torch.dtype:
         """Of the model's weights."""
         return next(self.model.parameters()).dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights."""
+        return weights_fingerprint(self.model)
 
     @property
     def size(self) -> Size:

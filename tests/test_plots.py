@@ -19,6 +19,7 @@ from matplotlib.legend import Legend
 from matplotlib.text import Text
 
 from captum_hta import plots, report
+from captum_hta.mixing import Mixing
 
 WORDS = [
     "[CLS]", "the", "ladder", "is", "in", "Ġgarage", "##ing", ",", "é", "ß", "Ω", "я", "$", "50%",
@@ -118,6 +119,14 @@ def ranking(methods: list[str], interventions: int, layers: int) -> Figure:
     return plots.faithfulness_figure(pd.DataFrame(rows))
 
 
+def of_hidden_tokens(layers: int, distances: int) -> pd.DataFrame:
+    """A table of mixing, of texts so short that some distances do not occur."""
+    mixing = Mixing.empty(list(range(layers)))
+    values = np.random.default_rng(0).random((layers, distances + 1, distances + 1))
+    mixing.add(values / values.sum(-1, keepdims=True))
+    return mixing.table()
+
+
 CASES: dict[str, tuple[Any, ...]] = {
     f"heatmap_{tokens}x{rows}": (heatmap, tokens, rows)
     for tokens, rows in ((1, 1), (3, 1), (4, 2), (25, 1), (60, 1))
@@ -145,6 +154,11 @@ CASES |= {
     "faithfulness_6x5": (ranking, METHODS, 6, 6),
     "faithfulness_1x1": (ranking, METHODS[:1], 1, 1),
     "faithfulness_4x24": (ranking, METHODS, 4, 24),
+}
+CASES |= {
+    f"{name}_{layers}x{distances}": (make, of_hidden_tokens(layers, distances))
+    for name, make in (("own", plots.own_share_figure), ("neighbours", plots.neighbours_figure))
+    for layers, distances in ((1, 0), (6, 3), (24, 10))
 }
 SMALL = ["overlay_3x3", "heatmap_3x1", "correlation_2x2", "positions_2x2", "centres_2x2"]
 
@@ -371,7 +385,7 @@ def test_the_figures_of_a_study_are_all_here() -> None:
     public = {name for name, value in vars(plots).items() if name[0] != "_" and callable(value)}
     made = {
         "heatmaps", "overlays", "correlation_figure", "histogram_figure", "centre_figure",
-        "agreement_figure", "faithfulness_figure",
+        "agreement_figure", "faithfulness_figure", "own_share_figure", "neighbours_figure",
     }  # fmt: skip
     assert {name for name in public if vars(plots)[name].__module__ == plots.__name__} == made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from captum_hta import corpus, report, study
+from captum_hta import __version__, corpus, report, study
 from captum_hta.cli.options import (
     Adapter,
     Data,
@@ -41,6 +42,7 @@ from captum_hta.cli.options import (
 )
 from captum_hta.contributions import encoded, missing_tokens
 from captum_hta.model import Model
+from captum_hta.shards import Shards
 
 
 def run_study(
@@ -71,7 +73,9 @@ def run_study(
     """Study a model on a corpus: attention against what the heads really take in.
 
     Writes tables (CSV), figures (PNG), a record of the run (run.json) and report.html, after "Telling
-    BERT's Full Story" (Pascual et al. 2021). Bad lines are reported and skipped.
+    BERT's Full Story" (Pascual et al. 2021) and section 5 of "On Identifiability in Transformers" (Brunner
+    et al. 2020). Bad lines are reported and skipped. What is done is kept in the folder: a study that was
+    stopped goes on when the same command is given again.
 
     Example: captum-hta study pairs.jsonl --limit 50 --out results
     """
@@ -96,8 +100,11 @@ def run_study(
     setting = study.Setting(
         chosen, norm, multiply_by_inputs, arguments["probes"], tolerance, seed, truncation
     )
+    digest = hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
+    facts = arguments | {"model": loaded.fingerprint, "texts": digest, "version": __version__}
+    shards = Shards(output / "parts", {name: facts[name] for name in facts if name not in ("data", "device")})
     with progress(len(texts)) as advance:
-        found = study.run(loaded, texts, setting, lambda done: advance(done * len(texts)))
+        found = study.run(loaded, texts, setting, lambda done: advance(done * len(texts)), shards)
     record = {
         "model": loaded.name,
         "arguments": arguments,
