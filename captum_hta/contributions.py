@@ -15,7 +15,7 @@ from torch import Tensor
 
 from captum_hta.attention_jacobian import attention_energies
 from captum_hta.direction import check_direction
-from captum_hta.forward_pass import ForwardPass
+from captum_hta.forward_pass import ForwardPass, without_autocast
 from captum_hta.jacobian import Question, answer
 from captum_hta.model import Attention, Batch, Encoding, Model, Text
 from captum_hta.norms import Energy, check_norm, shares
@@ -45,7 +45,8 @@ class Contributions:
         layers: The layers of the layer axis.
         plans: For each batch of texts how its contributions were found.
         encodings: The texts as the model read them.
-        cut: For each text how many tokens at its end were left out, where truncation was allowed.
+        cut: For each text how many tokens were left out, where truncation was allowed: those at its end, or
+            where the tokenizer cuts.
         keys: For each text the labels of its keys, where they are of another text (cross attention).
     """
 
@@ -257,19 +258,28 @@ def _jointly(
     advance: Callable[[int], object],
 ) -> dict[str, Contributions]:
     collected = {name: _Collected(model, encodings, setting) for name, setting in settings.items()}
-    for rows in batches([len(encoding) for encoding in encodings]):
-        batch = model.batch([encodings[row] for row in rows])
-        attention = model.attention(batch)
-        for alike in _alike(settings):
-            stores = [collected[name] for name in alike]
-            keys = stores[0].keys_of(rows)
-            energies, plans = _batch_energies(
-                model, batch, attention, keys, [settings[name] for name in alike]
-            )
-            for store, found in zip(stores, energies, strict=True):
-                store.add(rows, batch, attention, found, plans)
+    for rows in _batches(encodings):
+        with without_autocast():
+            _collect(model, model.batch([encodings[row] for row in rows]), rows, settings, collected)
         advance(len(rows))
     return {name: store.result() for name, store in collected.items()}
+
+
+def _collect(
+    model: Model,
+    batch: Batch,
+    rows: list[int],
+    settings: Mapping[str, _Setting],
+    collected: Mapping[str, _Collected],
+) -> None:
+    """Find all that is asked of a batch of texts."""
+    attention = model.attention(batch)
+    for alike in _alike(settings):
+        stores = [collected[name] for name in alike]
+        keys = stores[0].keys_of(rows)
+        energies, plans = _batch_energies(model, batch, attention, keys, [settings[name] for name in alike])
+        for store, found in zip(stores, energies, strict=True):
+            store.add(rows, batch, attention, found, plans)
 
 
 def _alike(settings: Mapping[str, _Setting]) -> list[list[str]]:
@@ -278,6 +288,16 @@ def _alike(settings: Mapping[str, _Setting]) -> list[list[str]]:
     for name, setting in settings.items():
         groups.setdefault(repr(replace(setting, target="")), []).append(name)
     return list(groups.values())
+
+
+def _batches(encodings: Sequence[Encoding]) -> Iterator[list[int]]:
+    """Numbers of texts of like lengths; of pictures, of one size."""
+    sizes: dict[object, list[int]] = {}
+    for row, encoding in enumerate(encodings):
+        sizes.setdefault(None if encoding.content is None else encoding.content.shape, []).append(row)
+    for same in sizes.values():
+        for rows in batches([len(encodings[row]) for row in same]):
+            yield [same[row] for row in rows]
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -240,7 +240,7 @@ def observed(sites: dict[str, Module | Site], run: Callable[[], Any]) -> dict[st
         for name, place in sites.items():
             site = _as_site(place)
             hooks.callback(hook_site(site, keep(name, site)).remove)
-        with suppress(_LastTarget), torch.inference_mode():
+        with suppress(_LastTarget), torch.inference_mode(), without_autocast():
             run()
     return found
 
@@ -274,6 +274,35 @@ def hook_site(site: Site, action: Callable[[Any], Any]) -> Any:
     if site.at_input:
         return site.module.register_forward_pre_hook(before, with_kwargs=True)
     return site.module.register_forward_hook(after)
+
+
+@contextmanager
+def replaced(place: Module | Site, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within the context the tensor at a place is changed."""
+    site = _as_site(place)
+
+    def act(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        tensor = _only_tensor(site.pick(value), "what is to be replaced")
+        items = [change(item) if item is tensor else item for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+    handle = hook_site(site, act)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Arithmetic in the types of the weights."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _main_keyword(kwargs: dict[str, Any]) -> str | None:
@@ -330,6 +359,7 @@ def _undisturbed(inputs: Sequence[Tensor]) -> Iterator[None]:
         torch.inference_mode(False),
         torch.random.fork_rng(devices=sorted(devices, key=str)),
         sdpa_kernel(SDPBackend.MATH),
+        without_autocast(),
     ):
         torch.backends.mha.set_fastpath_enabled(False)
         try:

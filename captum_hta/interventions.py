@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor
 
-from captum_hta.baselines.base import Example, replaced, wide
-from captum_hta.forward_pass import observed
+from captum_hta.baselines.base import Example, wide
+from captum_hta.forward_pass import observed, replaced
 from captum_hta.model import Encoding
 
 COPIES = 32

@@ -13,7 +13,7 @@ from torch import Tensor
 from captum_hta.agreement import agrees, has_path
 from captum_hta.direction import directions_for
 from captum_hta.forward import forward_energies
-from captum_hta.forward_pass import ForwardPass, NoPathError
+from captum_hta.forward_pass import ForwardPass, NoPathError, without_autocast
 from captum_hta.linearization import Linearization
 from captum_hta.norms import Energy, joined
 from captum_hta.plan import Plan, Work, plan
@@ -90,12 +90,13 @@ class Answer:
 def answer(passage: ForwardPass, question: Question) -> Answer:
     """The energies that a question asks for.
 
-    All but the products of tangents is done in the highest precision, whatever PyTorch is set to.
+    All but the products of tangents is done in the highest precision, whatever PyTorch is set to, and in the
+    types of the weights.
 
     Raises:
         ValueError: If the forward pass does not fit the question; see :class:`ForwardPass`.
     """
-    with matmul_precision("highest"):
+    with matmul_precision("highest"), without_autocast():
         return _answered(passage, question)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import matplotlib as mpl
 import numpy as np
@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator
@@ -44,6 +45,18 @@ MAPS = {
 }
 
 
+def undrawable(labels: Iterable[str]) -> list[int]:
+    """The numbers of labels with characters that the font of figures lacks."""
+    known = get_font(findfont(STYLE["font.family"][0])).get_charmap()
+    return [number for number, label in enumerate(labels) if any(ord(one) not in known for one in label)]
+
+
+def _drawable(labels: Sequence[str]) -> list[str]:
+    """Labels, and the numbers of those that cannot be drawn."""
+    without = set(undrawable(labels))
+    return [f"#{number}" if number in without else label for number, label in enumerate(labels)]
+
+
 def heatmaps(
     maps: dict[str, NDArray[np.float64]],
     tokens: Sequence[str],
@@ -61,7 +74,8 @@ def heatmaps(
     Returns:
         A figure with one row of panels for each of ``rows``, on one colour scale a row.
     """
-    keys = tokens if keys is None else keys
+    keys = _drawable(tokens if keys is None else keys)
+    tokens = _drawable(tokens)
     width, height = _sides(len(keys), len(tokens), len(rows))
     with mpl.rc_context(STYLE):
         figure = Figure(

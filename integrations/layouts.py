@@ -206,7 +206,8 @@ attention of its decoder to what the encoder gives."""
 
 _EXPERTS = (
     "dbrx", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "jetmoe",
-    "mixtral", "nllb-moe", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "switch_transformers",
+    "llama4", "llama4_text", "mixtral", "nllb-moe", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+    "switch_transformers",
 )  # fmt: skip
 PICTURES = {"vit": ("[CLS]",), "deit": ("[CLS]", "[DIST]"), "dinov2": ("[CLS]",)}
 """Model types that read pictures, with the labels of the tokens that come before the patches."""
@@ -216,7 +217,8 @@ SOUNDS = ("whisper",)
 """Model types whose encoder reads sounds."""
 
 REFUSED = {
-    "mamba": "a model without attention",
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv"), "a model without attention"),
+    **dict.fromkeys(("jamba", "qwen3_next"), "a model with blocks that have no attention"),
     **dict.fromkeys(_EXPERTS, "a mixture of experts, whose choice between them is not tested here"),
 }
 """Model types that are refused, with the reason."""
@@ -245,12 +247,12 @@ def layout_for(config: Any, architecture: str | None = None, part: str | None = 
             part = "encoder"
         if part not in PARTS[kind]:
             raise ValueError(
-                f"{kind!r} is an encoder and a decoder: name the part, part='encoder', 'decoder' (its "
-                f"self-attention) or 'cross' (its attention to the encoder), got {part!r}"
+                f"{kind!r} is an encoder and a decoder: name the part (--part, or part=), encoder, decoder "
+                f"(its self-attention) or cross (its attention to the encoder), got {part}"
             )
         return PARTS[kind][part]
     if part is not None:
-        raise ValueError(f"{kind!r} has no parts: leave out part")
+        raise ValueError(f"{kind!r} has no parts: leave out --part, or part=")
     if kind in LAYOUTS:
         return LAYOUTS[kind]
     raise ValueError(
@@ -282,9 +284,34 @@ def split_weights(layout: Layout, attention: Module, heads: int, key_heads: int,
 
 def knows_projections(layout: Layout, attention: Module) -> bool:
     """Whether queries, keys and values are given by plain matrices, and not by what wraps them."""
-    return all(
-        type(attention.get_submodule(name)) in (torch.nn.Linear, Conv1D) for name in layout.projections
-    )
+    return all(type(attention.get_submodule(name)) in _PLAIN for name in layout.projections)
+
+
+_PLAIN = (torch.nn.Linear, Conv1D)
+
+
+def inner_width(projection: Module, config: Any) -> int:
+    """The width of what an output projection reads."""
+    if type(projection) in _PLAIN:
+        return matrix(projection).shape[1]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
+    return getattr(projection, "in_features", heads * width)
+
+
+def linear_map(
+    module: Module, width: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The matrix ``[in, out]`` and the bias ``[out]`` of a module; of what wraps one or is stored otherwise,
+    by what it does to a basis.
+    """
+    if type(module) in _PLAIN:
+        bias = module.bias
+        return matrix(module).T, None if bias is None else bias.detach()
+    basis = torch.eye(width, device=device, dtype=dtype)
+    with torch.no_grad():
+        bias = module(torch.zeros_like(basis[:1])[None])[0, 0]
+        return module(basis[None])[0] - bias, bias
 
 
 def matrix(module: Any) -> Tensor:
@@ -300,7 +327,11 @@ def repeated(value: Tensor, heads: int, dim: int) -> Tensor:
 
 def sum_norm(norm: Module) -> SumNorm:
     """A LayerNorm of ``torch`` in the core's words."""
-    return SumNorm(norm.weight.detach(), norm.bias.detach(), norm.eps)
+    return SumNorm(norm.weight.detach(), norm.bias.detach(), _eps(norm))
+
+
+def _eps(norm: Module) -> float:
+    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
 
 
 def token_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:
@@ -318,7 +349,7 @@ def token_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:
     return normalised(
         x,
         1 + weight if layout.unit_offset else weight,
-        norm.eps if hasattr(norm, "eps") else norm.variance_epsilon,
+        _eps(norm),
         centred=isinstance(norm, torch.nn.LayerNorm),
     )
 

@@ -96,10 +96,35 @@ class PictureReader:
         if self.tokenizer is None:
             return self._plain(picture)
         if isinstance(picture, Image.Image):
-            picture = np.asarray(picture.convert(_MODES.get(self.shape[0])))
-            picture = picture.reshape(*picture.shape[:2], -1).transpose(2, 0, 1)
-        made = self.tokenizer(images=picture, input_data_format="channels_first", return_tensors="pt")
+            picture = self._colours(picture)
+        self._check_channels(picture.shape)
+        real = np.issubdtype(np.asarray(picture).dtype, np.floating)
+        options = {"do_rescale": False} if real else {}  # of numbers up to 255
+        made = self.tokenizer(
+            images=picture, input_data_format="channels_first", return_tensors="pt", **options
+        )
         return made["pixel_values"][0]
+
+    def _colours(self, picture: Image.Image) -> NDArray[np.uint8]:
+        """``[channel, height, width]``, the right way up, what is transparent on white."""
+        picture = ImageOps.exif_transpose(picture)
+        if picture.mode.startswith("I"):  # 16 bits
+            picture = Image.fromarray(
+                (np.asarray(picture, dtype=np.int64) >> 8).clip(0, 255).astype(np.uint8)
+            )
+        if picture.has_transparency_data:
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+        colours = np.asarray(picture.convert(_MODES.get(self.shape[0])))
+        return colours.reshape(*colours.shape[:2], -1).transpose(2, 0, 1)
+
+    def _check_channels(self, shape: Sequence[int]) -> None:
+        """Raise a ``ValueError`` if an array has its channels elsewhere, or too many."""
+        if shape[0] != self.shape[0]:
+            raise ValueError(
+                f"the picture is of shape {list(shape)}, but [{self.shape[0]}, height, width] is needed: "
+                "move the axis of its channels to the front, or pass a PIL image"
+            )
 
     def _plain(self, picture: Any) -> Tensor:
         """An array as it is."""
@@ -156,5 +181,9 @@ def opened(path: str | PathLike) -> Image.Image:
         raise ValueError(
             f"{str(path)!r} is no picture that can be read: pass a PNG, JPEG or the like"
         ) from error
-    except OSError as error:
-        raise ValueError(f"no picture is read from {str(path)!r}: {error.strerror or error}") from error
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"no picture is read from {str(path)!r} ({why}): pass the path of a PNG, JPEG or the like, of a "
+            "moderate size"
+        ) from error

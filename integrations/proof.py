@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta.attention_jacobian import attention_energies
-from captum_hta.forward_pass import ForwardPass, Site, hook_site, observed
+from captum_hta.forward_pass import ForwardPass, Site, observed, replaced, without_autocast
 from captum_hta.jacobian import Question, answer
 from captum_hta.model import Attention, Check, Encoding, Model
 from captum_hta.precision import matmul_precision
@@ -41,7 +41,7 @@ class Proof:
     @cached_property
     def attention(self) -> list[Attention]:
         """What the attention of every layer does with the tokens of the proof."""
-        with matmul_precision("highest"):
+        with matmul_precision("highest"), without_autocast():
             return self.model.attention(self.batch)
 
     def require(self, holds: bool, name: str, what: str, found: str = "") -> None:
@@ -110,12 +110,8 @@ class Proof:
         def shifted(value: Tensor) -> Tensor:
             return value + torch.linspace(-1, 1, value.shape[-1], dtype=value.dtype, device=value.device)
 
-        source = self.model.source(self.entry)
-        handle = hook_site(source if isinstance(source, Site) else Site(source), _on_tensor(shifted))
-        try:
+        with replaced(self.model.source(self.entry), shifted):
             changed = self.values()["head"]
-        finally:
-            handle.remove()
         what = "a change at the source does not reach the head target"
         self.require(not torch.equal(changed, z), "source reaches the heads", what)
 
@@ -160,7 +156,7 @@ class Proof:
         )
         question = Question(num_heads=model.num_heads, neuron_selector=1, way="reverse")
         expected = answer(passage, question).energies[0].mean[:, :, 0]
-        with matmul_precision("highest"):
+        with matmul_precision("highest"), without_autocast():
             found = attention_energies(factors)[:, :, 1]
         error = ((found - expected).abs().amax() / expected.amax()).item()
         holds = error < max(1e-3, 8 * torch.finfo(model.dtype).eps)
@@ -176,30 +172,26 @@ class Proof:
         return holds
 
 
-def _on_tensor(change):
-    """``change`` for values that hold one tensor among others."""
-
-    def act(value):
-        if isinstance(value, Tensor):
-            return change(value)
-        return type(value)(
-            change(item) if isinstance(item, Tensor) and item.is_floating_point() else item for item in value
-        )
-
-    return act
-
-
 def _equal(value: Tensor, other: Tensor) -> bool:
     return torch.equal(value.flatten(2), other.flatten(2))
 
 
 def require_eval(name: str, model: Module) -> None:
-    """Raise a ``ValueError`` if a dropout of the model is active."""
+    """Raise a ``ValueError`` if a dropout of the model is active, be it a module or a number of one."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout) and module.training and module.p > 0:
+        if module.training and any(_drops(module)):
             raise ValueError(
                 f"{name} is in training mode, with a dropout that is active: call its eval() first"
             )
+
+
+def _drops(module: Module) -> Iterator[bool]:
+    """For each of a module's numbers that are rates of a dropout, whether it is more than nought."""
+    if isinstance(module, torch.nn.Dropout):
+        yield module.p > 0
+    for name, value in vars(module).items():
+        if "drop" in name and isinstance(value, float):
+            yield value > 0
 
 
 def is_untouched(modules: Iterable[Module], own: tuple[str, ...]) -> bool:

@@ -57,6 +57,11 @@ class SoundReader:
                 read without a feature extractor.
         """
         sound = torch.as_tensor(sound).detach().cpu()
+        if not sound.is_floating_point() or not sound.numel():
+            raise ValueError(
+                f"a sound is an array of real numbers between -1 and 1, got {sound.numel()} numbers of "
+                f"{sound.dtype}: divide integers by the largest that they may be"
+            )
         features = self._features(sound) if sound.dim() == 1 else sound
         if tuple(features.shape) != self.shape:
             raise ValueError(

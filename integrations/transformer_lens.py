@@ -18,7 +18,7 @@ from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forward_pass import Site
 from captum_hta.integrations.hook_points import HookPointModel
 from captum_hta.integrations.hooked import HookedModel
-from captum_hta.integrations.layouts import PICTURES, SOUNDS, layout_for, matrix, sum_norm
+from captum_hta.integrations.layouts import PICTURES, SOUNDS, layout_for, linear_map, sum_norm
 from captum_hta.integrations.loading import demo_path, load_pretrained, load_processor, load_tokenizer
 from captum_hta.integrations.proof import Proof, is_untouched
 from captum_hta.integrations.transformers import TransformersModel
@@ -31,6 +31,10 @@ HOOKS = {"head": "blocks.{}.attn.hook_z", "layer": "blocks.{}.hook_out"}
 
 _POST_NORM = ("BertForMaskedLM", "BertLMHeadModel", "RobertaForMaskedLM")
 """Architectures whose projections read the block's input itself, so that the closed form is known."""
+
+
+_BY_BRIDGE = (*_POST_NORM, "BertModel", "RobertaModel")
+"""Classes that are bridged by default; those with other heads would lose them."""
 
 
 class TransformerLensModel(HookPointModel):
@@ -111,10 +115,11 @@ class TransformerLensModel(HookPointModel):
     def output_projection(self, layer: int) -> OutputProjection:
         """What becomes of the heads' outputs of block ``layer``."""
         block = self.bridge.blocks[layer]
-        projection = block.attn.o.original_component
+        width = self.num_heads * self.d_head
+        weight, bias = linear_map(block.attn.o.original_component, width, self.device, self.dtype)
         return OutputProjection(
-            matrix(projection).unflatten(1, (self.num_heads, self.d_head)).permute(1, 2, 0),
-            projection.bias,
+            weight.unflatten(0, (self.num_heads, self.d_head)),
+            bias,
             sum_norm(block.ln1.original_component) if self._is_encoder else None,
             not hasattr(block, "ln1_post"),
         )
@@ -219,7 +224,7 @@ def load_model(
     if tokenizer is None and medium_of(loaded) == "text":
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
     loaded = loaded.to(device=device, dtype=dtype).eval()
-    if adapter is None and loaded.config.model_type in ("bert", "roberta") and has_bridges():
+    if adapter is None and type(loaded).__name__ in _BY_BRIDGE and has_bridges():
         adapter = "transformer_lens"
     if adapter == "transformer_lens":
         if part is not None:

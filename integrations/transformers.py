@@ -19,14 +19,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forecast import Size
-from captum_hta.forward_pass import Site, hook_site
+from captum_hta.forward_pass import Site, hook_site, without_autocast
 from captum_hta.integrations.layouts import (
     PARTS,
     Layout,
     Place,
+    inner_width,
     knows_projections,
     layout_for,
-    matrix,
+    linear_map,
     repeated,
     split_weights,
     sum_norm,
@@ -89,7 +90,7 @@ class TransformersModel:
         if self.part in ("decoder", "cross"):
             self.num_heads = getattr(config, "decoder_attention_heads", self.num_heads)
         self.d_model = config.hidden_size
-        self.d_head = matrix(self.places[0].projection).shape[1] // self.num_heads
+        self.d_head = inner_width(self.places[0].projection, config) // self.num_heads
         grouped = None if self.part else getattr(config, "num_key_value_heads", None)
         self.key_heads = grouped or self.num_heads
         self.reader = reader_for(self.base, tokenizer, self.part, self.name)
@@ -239,9 +240,10 @@ class TransformersModel:
     def output_projection(self, layer: int) -> OutputProjection:
         """What becomes of the heads' outputs of block ``layer``."""
         place, norm = self.places[layer], self.layout.sum_norm
-        weight = matrix(place.projection).unflatten(1, (self.num_heads, self.d_head)).permute(1, 2, 0)
+        weight, bias = linear_map(place.projection, self.num_heads * self.d_head, self.device, self.dtype)
+        weight = weight.unflatten(0, (self.num_heads, self.d_head))
         norm = None if norm is None else sum_norm(place.block.get_submodule(norm))
-        return OutputProjection(weight, place.projection.bias, norm, self.layout.residual)
+        return OutputProjection(weight, bias, norm, self.layout.residual)
 
     @property
     def unembedding(self) -> Unembedding:
@@ -309,6 +311,7 @@ class TransformersModel:
             with (
                 observed_attention(self.base, lambda module, one: seen.setdefault(module, []).append(one)),
                 torch.inference_mode(),
+                without_autocast(),
             ):
                 out = self._run_with_patterns(batch)
         finally:
@@ -379,7 +382,7 @@ def layout_of(model: Any, part: str | None = None) -> Layout:
 
 def _longest(base: Module) -> int | None:
     """The longest text that the positions of a model hold."""
-    names = ("max_position_embeddings", "max_target_positions")
+    names = ("max_target_positions", "max_position_embeddings")
     longest = next((getattr(base.config, name) for name in names if hasattr(base.config, name)), None)
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)

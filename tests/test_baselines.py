@@ -331,3 +331,33 @@ def test_cross_attention_and_bad_texts() -> None:
         baselines.AttentionRollout(model).attribute([pair])
     with pytest.raises(ValueError, match="there is no text"):
         baselines.AttentionWeights(decoder()).attribute([])
+
+
+# --- projections that are wrapped ------------------------------------------------------------------
+
+
+class Adapted(torch.nn.Module):
+    """A projection with a low-rank change beside it, and no weight of its own name."""
+
+    def __init__(self, base: torch.nn.Module, width: int) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down, self.up = torch.randn(width, 2).double(), torch.randn(2, width).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + x @ self.down @ self.up
+
+
+def test_wrapped_projections() -> None:
+    """What heads give is read through the wrapper: the same as of the model with the change merged."""
+    torch.manual_seed(0)
+    wrapped, merged = tiny_bert(), tiny_bert()
+    for layer in range(2):
+        output = wrapped.bert.encoder.layer[layer].attention.output
+        output.dense = Adapted(output.dense, 8)
+        change = (output.dense.down @ output.dense.up).T
+        merged.bert.encoder.layer[layer].attention.output.dense.weight.data.add_(change)
+    wrapped, merged = (TransformersModel(one, WordTokenizer()) for one in (wrapped, merged))
+    for method in (baselines.ValueWeightedNorm, baselines.BlockNorm, baselines.Alti):
+        torch.testing.assert_close(method(wrapped).attribute("a b c"), method(merged).attribute("a b c"))
+    torch.testing.assert_close(contributions(wrapped, "a b c").values, contributions(merged, "a b c").values)

@@ -930,6 +930,15 @@ def test_methods(command: Command, tmp_path: Path, name: str, files: set[str], w
         assert "Without gradient x attention, saliency" in done.out
 
 
+def test_methods_of_a_part(command: Command, bart: str, tmp_path: Path) -> None:
+    """An encoder-decoder is compared part by part."""
+    data = written(tmp_path, b'{"premise": "the cat sat", "hypothesis": "so it goes"}')
+    for name in ("compare", "faithfulness"):
+        done = command(name, data, "--model", bart, "--part", "decoder", "--probes", "2", "--out", "out")
+        assert done.code == 0, done.err
+        assert "value zeroing" in done.out
+
+
 def test_methods_errors(command: Command, bart: str, tmp_path: Path) -> None:
     """Models and options that do not fit are one line each."""
     for name in ("compare", "faithfulness"):

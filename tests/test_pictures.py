@@ -174,8 +174,11 @@ def test_pictures_of_any_size() -> None:
     assert adapter("DINOv2").max_length is None
     with pytest.raises(ValueError, match=r"\[3, 8, 10\], but the model reads \[3, height, width\]"):
         contributions(adapter("DINOv2"), pictures(1, 8, 10))
-    with pytest.raises(ValueError, match="of one size"):
-        contributions(adapter("DINOv2"), [wide[0], wide[0].mT])
+    sizes = [wide[0], wide[0].mT.contiguous(), pictures(1, 8, 8)[0]]
+    together = contributions(adapter("DINOv2"), sizes)
+    for index, picture in enumerate(sizes):
+        alone = contributions(adapter("DINOv2"), picture)
+        torch.testing.assert_close(together.example(index).values, alone.values, **CLOSE)
 
 
 def test_patches_that_are_no_squares() -> None:
@@ -323,3 +326,38 @@ def test_transformer_lens_does_not_bridge_them() -> None:
     """The error says what to do."""
     with pytest.raises(ValueError, match="reads texts, and ViTModel pictures: leave out adapter"):
         load_model(tiny("ViT"), adapter="transformer_lens")
+
+
+def test_the_same_picture_in_every_form(tmp_path: Path) -> None:
+    """Integers or numbers up to 1, a path or an image with a note how to turn it, 16 bits: one reading."""
+    model = TransformersModel(tiny("ViT"), processor())
+    plain = photograph(size=(12, 12))
+    array = np.asarray(plain).transpose(2, 0, 1)
+    expected = model.encode(plain).content
+    for same in (array, array / 255.0, torch.from_numpy(array.copy())):
+        torch.testing.assert_close(model.encode(same).content, expected, rtol=1e-5, atol=1e-5)
+    turned = Image.Exif()
+    turned[274] = 6
+    photograph().save(tmp_path / "turned.jpg", exif=turned)
+    with Image.open(tmp_path / "turned.jpg") as image:
+        torch.testing.assert_close(model.encode(image).content, model.encode(tmp_path / "turned.jpg").content)
+    deep = np.asarray(plain.convert("L")).astype(np.uint16) * 257
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    torch.testing.assert_close(
+        model.encode(tmp_path / "deep.png").content, model.encode(plain.convert("L")).content
+    )
+
+
+def test_what_is_transparent_is_white() -> None:
+    """Not the colour that it hides."""
+    model = TransformersModel(tiny("ViT"), processor())
+    hidden = Image.new("RGBA", (12, 12), (0, 0, 0, 0))
+    white = Image.new("RGB", (12, 12), "white")
+    torch.testing.assert_close(model.encode(hidden).content, model.encode(white).content)
+
+
+def test_channels_elsewhere() -> None:
+    """The error tells which axis is meant."""
+    model = TransformersModel(tiny("ViT"), processor())
+    with pytest.raises(ValueError, match="move the axis of its channels to the front"):
+        model.encode(np.zeros((12, 12, 3), dtype=np.uint8))

@@ -12,6 +12,7 @@ from families import WHISPER, tiny
 from test_inputs import byte_level
 
 from captum_hta import contributions
+from captum_hta.integrations.sounds import SoundReader
 from captum_hta.integrations.transformer_lens import load_model
 from captum_hta.integrations.transformers import TransformersModel
 
@@ -111,3 +112,11 @@ def test_a_decoder_needs_a_tokenizer() -> None:
     model = load_model(whisper(vocab_size=300), tokenizer=byte_level(), part="decoder")
     with pytest.raises(TypeError, match=r"a pair, what the encoder reads \(a sound"):
         contributions(model, [("one", "two")])
+
+
+@pytest.mark.parametrize("sound", [np.zeros(20, dtype=np.int16), np.zeros(0, dtype=np.float32)])
+def test_integers_and_nothing_are_no_sounds(sound: np.ndarray) -> None:
+    """What is no array of real numbers between -1 and 1 is refused with what to do."""
+    reader = SoundReader(hf.WhisperFeatureExtractor(), 80, 1500)
+    with pytest.raises(ValueError, match="divide integers by the largest"):
+        reader.encode(sound)

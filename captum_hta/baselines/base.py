@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from captum_hta.contributions import encoded, listed
-from captum_hta.forward_pass import Site, hook_site, observed
+from captum_hta.forward_pass import observed, without_autocast
 from captum_hta.model import Attention, Batch, Model, OutputProjection, Text
 
 
@@ -54,6 +52,10 @@ class Baseline(ABC):
         """
         if self.model.key_layers is not None and not self.crosses:
             raise ValueError(f"{self.name} is not defined for cross attention")
+        with without_autocast():
+            return self._of_all(texts)
+
+    def _of_all(self, texts: Sequence[Text] | Text) -> Tensor:
         encodings = [encoded(self.model, text, row) for row, text in enumerate(listed(self.model, texts))]
         return padded([self.of(Example(self.model, self.model.batch([one]))) for one in encodings])
 
@@ -143,22 +145,3 @@ def wide(value: Tensor) -> Tensor:
     """A tensor in at least single precision, apart from any graph and any mode."""
     value = value.clone() if value.is_inference() else value.detach()
     return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-@contextmanager
-def replaced(place: Site | Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within the context what is at a place is changed."""
-    site = place if isinstance(place, Site) else Site(place)
-
-    def act(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return change(value)
-        return type(value)(
-            change(item) if isinstance(item, Tensor) and item.is_floating_point() else item for item in value
-        )
-
-    handle = hook_site(site, act)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -12,8 +12,8 @@ from captum.attr import InputXGradient, IntegratedGradients, Saliency
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta.baselines.base import Baseline, Example, replaced, wide
-from captum_hta.forward_pass import Site
+from captum_hta.baselines.base import Baseline, Example, wide
+from captum_hta.forward_pass import Site, replaced
 from captum_hta.model import Model
 
 

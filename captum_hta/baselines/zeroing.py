@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from captum_hta.baselines.base import Baseline, Example, replaced, wide
+from captum_hta.baselines.base import Baseline, Example, wide
+from captum_hta.forward_pass import replaced
 
 
 class ValueZeroing(Baseline):

@@ -136,6 +136,10 @@ def explain(
             print_error(source, result.standard_error.mean().item(), result.standard_error.max().item())
     titles = [f"layer {layer}, head {number}" for layer, number in zip(chosen, heads, strict=True)]
     _figure(results, encoding, heads, query, titles).savefig(output, dpi=150)
+    if plots.undrawable([*encoding.tokens, *_keys(results)]):
+        out.print(
+            "Tokens in letters that the font of figures lacks are shown there by their numbers.", style="dim"
+        )
     what = "Heatmap" if encoding.grid is None else "Picture"
     out.print(f"{what}: {output}", highlight=False, markup=False, soft_wrap=True)
 

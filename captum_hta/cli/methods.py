@@ -84,7 +84,9 @@ def compare(
     methods = run.methods(with_logits=True)
     with progress(len(run.texts)) as advance:
         found = compare_methods(methods, run.model, run.texts, run.layers, advance)
-    table = Table(title=f"{run.model.name}: agreement with the input contribution", title_justify="left")
+    table = Table(
+        title=f"{plain(run.model.name)}: agreement with the input contribution", title_justify="left"
+    )
     for name in SHOWN.values():
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=name == "method")
     for _, row in found.summary().iterrows():
@@ -140,7 +142,7 @@ def faithfulness(
 
 def _print_summary(summary: pd.DataFrame, model: Model) -> None:
     interventions = list(dict.fromkeys(summary["intervention"]))
-    table = Table(title=f"{model.name}: how well methods rank what heads do", title_justify="left")
+    table = Table(title=f"{plain(model.name)}: how well methods rank what heads do", title_justify="left")
     table.add_column("method", no_wrap=True)
     for name in interventions:
         table.add_column(name, justify="right")
@@ -173,7 +175,10 @@ class _Run:
         self.model = load(model, device, adapter, part)
         self.layers = named_layers(layers, self.model)
         if self.model.reader.medium != "text" or self.model.key_layers is not None:
-            raise UserError(f"{self.model.name}: methods are compared on texts and their self-attention")
+            raise UserError(
+                f"{self.model.name}: methods are compared on texts and their self-attention, so name a model "
+                "that reads texts, and as --part encoder or decoder"
+            )
         self.texts, self.bad = read_corpus(data or corpus.shipped_pairs(), self.model, limit, strict)
         self.arguments = {
             "data": str(data or "the shipped pairs"), "limit": limit, "layers": layers or "all", "part": part,

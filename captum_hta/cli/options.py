@@ -230,7 +230,7 @@ def print_error(source: str, mean: float, largest: float) -> None:
 def progress(examples: int) -> Iterator[Callable[[float], object]]:
     """A progress bar; yields what to call with the number of examples done."""
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
-    with tqdm(total=1.0, desc=f"{examples} examples", bar_format=form, file=sys.stderr) as bar:
+    with tqdm(total=1.0, desc=counted(examples, "example"), bar_format=form, file=sys.stderr) as bar:
         yield lambda done: bar.update(min(done / examples, 1 - bar.n))
 
 

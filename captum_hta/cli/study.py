@@ -34,6 +34,7 @@ from captum_hta.cli.options import (
     load,
     named_layers,
     out,
+    plain,
     print_error,
     probes_or_exact,
     progress,
@@ -90,7 +91,9 @@ def run_study(
     check_folder(output)
     loaded = load(model, device, adapter, part)
     if loaded.reader.medium != "text":
-        raise UserError(f"{loaded.name} reads {loaded.reader.reads}; a study is of texts: use explain")
+        raise UserError(
+            f"{loaded.name} reads {loaded.reader.reads}; a study is of texts: name a model that reads them"
+        )
     chosen = named_layers(layers, loaded)
     texts, bad = read_corpus(data or corpus.shipped_pairs(), loaded, limit, strict, truncation)
     encodings = [encoded(loaded, text, number, truncation) for number, text in enumerate(texts)]
@@ -121,7 +124,9 @@ def run_study(
 
 def _print_study(found: study.Study, model: Model, output: Path, bad: list[corpus.BadLine], cut: int) -> None:
     summary = found.layer_summary()
-    table = Table(title=f"{model.name}: medians over heads, correlation with attention", title_justify="left")
+    table = Table(
+        title=f"{plain(model.name)}: medians over heads, correlation with attention", title_justify="left"
+    )
     names = {
         "layer": "layer",
         "pearson_previous_layer_median": "previous layer, Pearson",
