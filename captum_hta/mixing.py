@@ -63,7 +63,7 @@ class Mixing:
 
     def table(self) -> pd.DataFrame:
         """A row for each layer: the share of a token's own input (mean, its error by example, quartiles), how
-        often it is the largest, its mean rank; and what its neighbours at each distance give.
+        often it is the largest, its mean rank; and what its neighbours at each distance that occurs give.
         """
         table = pd.DataFrame(
             {
@@ -78,7 +78,7 @@ class Mixing:
             }
         )
         neighbours = self.neighbours.mean()
-        for step in range(NEIGHBOURS):
+        for step in np.flatnonzero(self.neighbours.counts.any(0)):
             table[f"at_distance_{step + 1}"] = neighbours[:, step]
         return table
 

@@ -214,8 +214,9 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 def no_logits(name: str, architecture: str) -> str:
     """What to say where logits are asked of a model without a head."""
     return (
-        f"{name} ({architecture}) has no logits: load a class with a head, such as a ...ForCausalLM, or "
-        "leave out what asks for a logit"
+        f"{name} ({architecture}) has no logits: load a class with a head, such as a ...ForCausalLM (with "
+        "adapter='transformers', if it has one that TransformerLens does not bridge), or leave out what "
+        "asks for a logit"
     )
 
 

@@ -168,7 +168,8 @@ def load_model(
     part: str | None = None,
     **options: Any,
 ) -> TransformerLensModel | HookedModel | TransformersModel:
-    """Load a model: a BERT or RoBERTa through TransformerLens, others as ``transformers`` has them.
+    """Load a model: a BERT or RoBERTa, bare or a masked language model, through TransformerLens; others as
+    ``transformers`` has them.
 
     Args:
         model: A name on the Hugging Face hub, a folder, a model of ``transformers`` (with its

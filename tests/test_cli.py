@@ -58,12 +58,15 @@ FIGURES = [
     "figure4_attention_centre.png",
     "figure5_centres.png",
     "figure6_attention_and_input.png",
+    "figure7_own_share.png",
+    "figure8_neighbours.png",
 ]
 TABLES = {
     "correlations.csv": (["source", "layer", "head"], 2 * 6 * 12),
     "relative_positions.csv": (["quantity", "layer", "head", "offset"], None),
     "centres_of_mass.csv": (["quantity", "layer", "head"], 2 * 6 * 12),
     "layers.csv": (["layer"], 6),
+    "mixing.csv": (["layer"], 6),
 }
 """Tables by the columns that name a row, and their number of rows."""
 DRAWN = report.figures
@@ -262,7 +265,7 @@ def test_study_writes_every_file(studied: tuple[Done, Path]) -> None:
     """Tables, figures, record and report, and nothing else."""
     _, folder = studied
     names = sorted(path.name for path in folder.iterdir())
-    assert names == sorted([*TABLES, *FIGURES, "run.json", "report.html"])
+    assert names == sorted([*TABLES, *FIGURES, "run.json", "report.html", "parts"])
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -640,7 +643,7 @@ def test_explain_a_decoder(command: Command, bart: str) -> None:
     [
         (("--part", "cross"), ("what the decoder has said", "--pair")),
         ((), ("name the part",)),
-        (("--part", "middle"), ("name the part", "'middle'")),
+        (("--part", "middle"), ("name the part", "got middle")),
         (("--part", "encoder", "--adapter", "transformer_lens"), ("knows no parts",)),
         (("--part", "encoder", "--adapter", "lens"), ("adapter must be",)),
     ],
@@ -685,7 +688,7 @@ def test_study_cuts_long_texts(command: Command, tmp_path: Path, bart: str) -> N
     """They are counted, and are no bad lines."""
     data = written(tmp_path, b'{"text": "the cat"}', b'{"text": "' + 60 * b"cat " + b'"}')
     options = (data, *FAST, "--model", bart, "--part", "encoder", "--out", "out")
-    assert "1 bad line" in command("study", *options).out
+    assert "1 bad line" in command("study", *options[:-1], "bad").out
     done = command("study", *options, "--truncation")
     assert done.code == 0
     assert "1 text cut" in done.out
@@ -704,7 +707,7 @@ def test_study_of_a_part(command: Command, tmp_path: Path, bart: str, part: str)
     assert "line 4: " in done.err
     table = pd.read_csv(tmp_path / "out" / "correlations.csv")
     assert (table["examples"] == 2).any()
-    done = command("study", data, *FAST, "--model", bart, "--part", part, "--out", "out", "--truncation")
+    done = command("study", data, *FAST, "--model", bart, "--part", part, "--out", "cut", "--truncation")
     assert "1 text cut" in done.out
 
 

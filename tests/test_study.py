@@ -38,6 +38,9 @@ FILES = {
     "figure4_attention_centre.png",
     "figure5_centres.png",
     "figure6_attention_and_input.png",
+    "figure7_own_share.png",
+    "figure8_neighbours.png",
+    "mixing.csv",
     "run.json",
     "report.html",
 }
@@ -567,7 +570,7 @@ def test_the_page_stands_alone(folder: Path) -> None:
     text = (folder / "report.html").read_text("utf-8")
     page = Page(text)
     assert page.open == []
-    assert len(page.images) == 6
+    assert len(page.images) == 8
     for image in page.images:
         assert (image["alt"] or "").strip()
         kind, _, data = (image["src"] or "").partition(",")

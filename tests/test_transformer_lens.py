@@ -137,7 +137,7 @@ def one_thread() -> Iterator[None]:
 def case(request: pytest.FixtureRequest) -> tuple[Module, TransformerLensModel]:
     """A plain model, and the same through TransformerLens."""
     plain = plain_model(request.param)
-    return plain, load_model(plain, tokenizer(request.param))
+    return plain, load_model(plain, tokenizer(request.param), adapter="transformer_lens")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_every_class_is_exact(case: tuple, source: str, target: str) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_closed_form_is_taken(name: str) -> None:
     """The previous-layer contribution of every class comes from the closed form."""
-    model = load_model(plain_model(name), tokenizer(name))
+    model = load_model(plain_model(name), tokenizer(name), adapter="transformer_lens")
     result = contributions(model, [TEXT], source="previous_layer")
     assert [plan.way for plan in result.plans] == ["closed form"]
 
@@ -345,7 +345,7 @@ def pointers(model: Module) -> set[int]:
 def test_weights_are_shared(name: str) -> None:
     """The bridge runs on the caller's weights, so what changes them changes the contributions."""
     plain = plain_model(name)
-    model = load_model(plain, tokenizer(name))
+    model = load_model(plain, tokenizer(name), adapter="transformer_lens")
     assert pointers(model.bridge) == pointers(plain)
     with torch.no_grad():
         plain.base_model.encoder.layer[1].attention.self.query.weight.mul_(3)
