@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from captum_hta import baselines
-from captum_hta.contributions import Contributions, batches, contributions, encoded
+from captum_hta.contributions import Contributions, batches, contributions, encoded, listed
 from captum_hta.model import Model, Text
-from captum_hta.statistics import MEASURES, Mean, row_agreement, standard_ranks
+from captum_hta.statistics import MEASURES, Mean, ranked_rows, row_agreement, visible
 
 Array = NDArray[np.float64]
 HTA = {"input": "HTA, input", "previous_layer": "HTA, previous layer"}
@@ -135,7 +135,7 @@ def compare_methods(
     agreement = Agreement(methods[0].name, layers)
     for rows, found in attributed(methods, model, texts, layers):
         for index in range(len(rows)):
-            agreement.add({name: values[index] for name, values in found.items()})
+            agreement.add({name: values[index] for name, values in found.items()}, model.size.causal)
         advance(len(rows))
     return agreement
 
@@ -146,6 +146,10 @@ def attributed(
     """Numbers of a few texts at a time, and by method for each of them ``[layer, head, query, key]``; an axis
     that a method does not have is 1 long.
     """
+    texts = listed(model, texts)
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names):
+        raise ValueError(f"methods must have names of their own, got {', '.join(names)}")
     lengths = [len(encoded(model, text, number)) for number, text in enumerate(texts)]
     for rows in groups(lengths):
         found = {}
@@ -185,7 +189,8 @@ def compare(
         than three tokens, or without numbers).
 
     Raises:
-        ValueError: If values do not have the axes above.
+        ValueError: If values do not have the axes above, or are of other texts or layers.
+        TypeError: If values are no tensors.
 
     Example:
         >>> from captum_hta.baselines import AttentionRollout
@@ -196,41 +201,55 @@ def compare(
         >>> len(table), sorted(table.columns)[:3]
         (72, ['head', 'jensen_shannon', 'kendall'])
     """
+    if not isinstance(top, int) or top < 1:
+        raise ValueError(f"top must be a positive int, got {top!r}")
     whole = {name: _aligned(name, value, result) for name, value in methods.items()}
-    agreement = Agreement("contributions", result.layers, top)
+    agreement = Agreement(_RESULT, result.layers, top)
     for row in range(len(result)):
         queries = len(result.tokens[row])
         keys = queries if result.keys is None else len(result.keys[row])
+        causal = result.keys is None and not result.attention[row, ..., :queries, :keys].triu(1).any()
         agreement.add(
-            {"contributions": _array(result.values[row], queries, keys)}
-            | {name: _array(value[row], queries, keys) for name, value in whole.items()}
+            {_RESULT: _array(result.values[row], queries, keys)}
+            | {name: _array(value[row], queries, keys) for name, value in whole.items()},
+            causal,
         )
     return agreement.table()
 
 
+_RESULT = "\0"  # which is the name of no method
+
+
 def _aligned(name: str, value: Tensor | Contributions, result: Contributions) -> Tensor:
-    """Values with all axes of a result."""
-    value = value.values if isinstance(value, Contributions) else value
-    like = result.values
+    """Values with all axes of a result, for its texts and layers."""
+    like, layers = result.values, None
+    if isinstance(value, Contributions):
+        if value.tokens != result.tokens or not set(result.layers) <= set(value.layers):
+            raise ValueError(f"{name!r} is of other texts or layers than the contributions: pass the same")
+        value, layers = value.values, [value.layers.index(layer) for layer in result.layers]
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"the values of {name!r} must be a tensor or contributions, got {type(value).__name__}"
+        )
     if value.dim() == 3:
-        value = value[:, None]
+        value, layers = value[:, None].expand(-1, like.shape[1], -1, -1), None
+    elif layers is None and value.dim() > 3 and value.shape[1] > max(len(result.layers), *result.layers):
+        layers = result.layers
+    value = value if layers is None else value[:, layers]
     if value.dim() == 4 and like.dim() == 5:
-        value = value[:, :, None]
-    if value.dim() == like.dim() and value.shape[1] > max(1, len(result.layers), max(result.layers)):
-        value = value[:, result.layers]
-    try:
-        return value.expand_as(like)
-    except RuntimeError:
+        value = value[:, :, None].expand(-1, -1, like.shape[2], -1, -1)
+    if value.shape != like.shape:
         raise ValueError(
             f"the values of {name!r} are {list(value.shape)}, but the contributions {list(like.shape)}: pass "
             "[batch, layer, head, query, key] of the same texts, or without head or layer axis"
-        ) from None
+        )
+    return value
 
 
 def _array(value: Tensor, queries: int, keys: int) -> Array:
     """One example without padding as ``[layer, head, query, key]``."""
     value = value[..., :queries, :keys]
-    return (value if value.dim() == 4 else value[:, None]).double().numpy()
+    return (value if value.dim() == 4 else value[:, None]).detach().double().cpu().numpy()
 
 
 class Agreement:
@@ -247,19 +266,28 @@ class Agreement:
         self.means: dict[str, dict[str, Mean]] = {}
         self.pairs: dict[tuple[str, str], Mean] = {}
 
-    def add(self, values: Mapping[str, Array]) -> None:
-        """Add an example's values ``[layer, head, query, key]``, by method."""
+    def add(self, values: Mapping[str, Array], causal: bool = False) -> None:
+        """Add an example's values ``[layer, head, query, key]``, by method; of a causal model, rows are of
+        the keys that their query can see.
+        """
         first = values[self.first]
         for name, value in values.items():
             if name != self.first:
-                value = np.broadcast_to(value, first.shape)
-                for measure, rows in row_agreement(first, value, self.top).items():
-                    mean = self.means.setdefault(name, {}).setdefault(measure, Mean.zero(*rows.shape[:2]))
-                    mean.add(rows)
-        self._add_pairs(values)
+                self._add_rows(name, first, np.broadcast_to(value, first.shape), causal)
+        self._add_pairs(values, causal)
 
-    def _add_pairs(self, values: Mapping[str, Array]) -> None:
-        ranked = {name: standard_ranks(value) for name, value in values.items()}
+    def _add_rows(self, name: str, first: Array, value: Array, causal: bool) -> None:
+        parts = [
+            row_agreement(first[..., rows, keys], value[..., rows, keys], self.top)
+            for rows, keys in visible(first.shape[-2], causal)
+        ]
+        for measure in MEASURES:
+            rows = np.concatenate([part[measure] for part in parts], axis=-1)
+            mean = self.means.setdefault(name, {}).setdefault(measure, Mean.zero(*rows.shape[:2]))
+            mean.add(rows)
+
+    def _add_pairs(self, values: Mapping[str, Array], causal: bool) -> None:
+        ranked = {name: ranked_rows(value, causal) for name, value in values.items()}
         for name, one in ranked.items():
             for other, two in ranked.items():
                 rows = (one * two).sum(-1)
@@ -285,7 +313,8 @@ class Agreement:
             row = {"method": name}
             for measure in MEASURES:
                 mean = by_measure[measure]
-                row[measure] = mean.sums.sum() / max(mean.counts.sum(), 1)
+                count = mean.counts.sum()
+                row[measure] = mean.sums.sum() / count if count else np.nan
             rows.append(row | {"rows": int(by_measure["pearson"].counts.sum())})
         return pd.DataFrame(rows)
 

@@ -38,7 +38,7 @@ class Contributions:
 
     Attributes:
         values: ``[batch, layer, head, query, key]``, without the head axis for the target ``"layer"``.
-            Rows sum to 1; padding is NaN.
+            Rows sum to 1, or are zero where nothing of a source reaches the target; padding is NaN.
         standard_error: Of the same shape, or ``None`` where the values are exact.
         attention: The model's own patterns ``[batch, layer, head, query, key]``; padding is NaN.
         tokens: For each text the labels of its tokens.
@@ -601,7 +601,13 @@ def _grouped(values: Tensor, group: Sequence[int], how: str) -> Tensor:
     return out.scatter_reduce(-1, index, values, how, include_self=False)
 
 
-def _layers(model: Model, layers: Sequence[int] | int | None, source: str | int) -> list[int]:
+def layers_of(model: Model, layers: Sequence[int] | int | None, source: str | int = "input") -> list[int]:
+    """The numbers of layers, negative ones from the end; ``None``: all that a source reaches.
+
+    Raises:
+        ValueError: If one is none.
+        TypeError: If they are no ints.
+    """
     first = source if isinstance(source, int) and model.key_layers is None else 0
     if layers is None:
         return list(range(max(first, 0), model.num_layers))
@@ -630,7 +636,7 @@ def _setting(
     """What is asked, checked; see :func:`contributions`."""
     setting = _Setting(
         source=source,
-        layers=_layers(model, layers, source),
+        layers=layers_of(model, layers, source),
         n_probes=n_probes,
         key_layers=model.key_layers,
         **others,

@@ -10,6 +10,7 @@ which takes one backward pass for each head and query.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -109,6 +110,7 @@ def logit_direction(
     Raises:
         ValueError: If the model has no unembedding, a text is not one token of it, or heads' outputs are
             normalised before they are added.
+        TypeError: If a token is neither an id nor a text.
     """
     unembedding = model.unembedding
     vector = _column(model, unembedding.weight, token)
@@ -127,6 +129,8 @@ def logit_direction(
 
 def _column(model: Model, weight: Tensor, token: int | str) -> Tensor:
     number = model.token(token) if isinstance(token, str) else token
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"a token is an id or a text, got {token!r}")
     if not 0 <= number < len(weight):
         raise ValueError(f"token {number} is none: the model has {len(weight)}")
     return weight[number]
@@ -135,8 +139,11 @@ def _column(model: Model, weight: Tensor, token: int | str) -> Tensor:
 def through_frozen_norm(norm: Module, vector: Tensor) -> Tensor:
     """A vector of the normed space, taken back through a norm whose scale stays: ``[width]``.
 
-    Weights are stored in several ways (as they are, or less one), so they are read off what the norm does.
+    Weights are stored in several ways (as they are, or less one), so they are read off what the norm does, in
+    at least single precision.
     """
+    if vector.dtype in (torch.float16, torch.bfloat16):
+        return through_frozen_norm(copy.deepcopy(norm).float(), vector.float()).to(vector)
     with torch.no_grad():
         ones = torch.ones_like(vector)
         constant = _odd_part(norm, LARGE * ones)

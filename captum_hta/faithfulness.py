@@ -13,14 +13,13 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 
 from captum_hta.baselines.base import Example
 from captum_hta.comparison import Method, attributed
-from captum_hta.contributions import encoded
+from captum_hta.contributions import encoded, layers_of, listed
 from captum_hta.interventions import Intervention, MaskToken, Mean, Noise, OtherToken, Zero, responses
 from captum_hta.model import Encoding, Model, Text
-from captum_hta.statistics import standard_ranks
+from captum_hta.statistics import standard_ranks, visible
 
 Array = NDArray[np.float64]
 SMALL, LARGE = 0.01, 1.0
@@ -43,25 +42,24 @@ class Faithfulness:
     values: dict[tuple[str, str], list[Array]] = field(default_factory=dict)
     rows: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def add(self, intervention: str, measured: Array, methods: dict[str, Array]) -> None:
+    def add(
+        self, intervention: str, measured: Array, methods: dict[str, Array], causal: bool = False
+    ) -> None:
         """Add an example.
 
         Args:
             intervention: Its name.
             measured: How far heads moved, ``[layer, head, query, key]``; NaN for keys that were not changed.
             methods: Values of the same axes, some of which may be 1 long.
+            causal: Whether queries see no later keys.
         """
-        changed = ~np.isnan(measured).all((0, 1, 2))
-        truth = standard_ranks(measured[..., changed])
+        changed = np.flatnonzero(~np.isnan(measured).all((0, 1, 2)))
         for name, value in methods.items():
-            correlation = (truth * standard_ranks(value[..., changed])).sum(-1)
+            correlation = _rank_correlations(measured, value, changed, causal)
             defined = ~np.isnan(correlation)
             key = (intervention, name)
             self.rows[key] = self.rows.get(key, 0) + int(defined.sum())
-            counts = defined.sum(-1)
-            sums = np.where(defined, correlation, 0).sum(-1)
-            mean = np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
-            self.values.setdefault(key, []).append(mean)
+            self.values.setdefault(key, []).append(_mean(correlation, -1))
 
     def table(self) -> pd.DataFrame:
         """A row for each intervention, method, layer and head: the mean over examples of the rank
@@ -75,18 +73,18 @@ class Faithfulness:
                     {
                         "intervention": intervention, "method": method, "layer": self.layers[index],
                         "head": head, "spearman": value, "low": low[index, head], "high": high[index, head],
-                        "examples": len(values),
+                        "examples": int(np.isfinite(np.stack(values)[:, index, head]).sum()),
                     }
                 )  # fmt: skip
         return pd.DataFrame(rows)
 
     def by_layer(self) -> pd.DataFrame:
         """The same for each intervention, method and layer, over all heads."""
-        return self._over(lambda values: np.nanmean(values, axis=2), self.layers)
+        return self._over(lambda values: _mean(values, 2), self.layers)
 
     def summary(self) -> pd.DataFrame:
         """The same for each intervention and method, over all layers and heads."""
-        return self._over(lambda values: np.nanmean(values, axis=(1, 2))[:, None], [None])
+        return self._over(lambda values: _mean(values, (1, 2))[:, None], [None])
 
     def _over(self, mean_over: Callable[[Array], Array], layers: Sequence[int | None]) -> pd.DataFrame:
         rows = []
@@ -100,16 +98,40 @@ class Faithfulness:
         return pd.DataFrame(rows)
 
 
+def _rank_correlations(measured: Array, value: Array, changed: NDArray[np.int64], causal: bool) -> Array:
+    """Spearman's correlation of rows, ``[layer, head, query]``, over changed keys that a query can see."""
+    parts = []
+    for rows, keys in visible(measured.shape[-2], causal):
+        among = changed[changed < keys.stop] if causal else changed
+        truth = standard_ranks(measured[..., rows, :][..., among])
+        parts.append((truth * standard_ranks(value[..., rows, :][..., among])).sum(-1))
+    return np.concatenate(parts, axis=-1)
+
+
 def _interval(values: Array) -> tuple[Array, Array, Array]:
-    """Mean over examples ``[example, ...]``, and the limits of its interval; NaN of a single example."""
-    mean = np.nanmean(values, axis=0)
-    if len(values) < 2:
-        return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
-    found = stats.bootstrap(
-        (values,), np.nanmean, axis=0, n_resamples=RESAMPLES, method="percentile",
-        rng=np.random.default_rng(0), batch=100,
-    )  # fmt: skip
-    return mean, found.confidence_interval.low, found.confidence_interval.high
+    """Mean over the examples ``[example, ...]`` that have a number, and the limits of its 95% interval by the
+    percentile bootstrap (Efron and Tibshirani 1993, chapter 13); NaN of a single example.
+    """
+    flat = values.reshape(len(values), -1)
+    defined = ~np.isnan(flat)
+    filled = np.where(defined, flat, 0)
+    weights = np.random.default_rng(0).multinomial(len(flat), np.full(len(flat), 1 / len(flat)), RESAMPLES)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = filled.sum(0) / defined.sum(0)
+        resampled = (weights @ filled) / (weights @ defined)
+    limits = np.full((2, flat.shape[1]), np.nan)
+    several = defined.sum(0) > 1
+    limits[:, several] = np.nanquantile(resampled[:, several], [0.025, 0.975], axis=0)
+    low, high = limits
+    return tuple(part.reshape(values.shape[1:]) for part in (mean, low, high))
+
+
+def _mean(values: Array, axis: int | tuple[int, ...]) -> Array:
+    """Over what is defined; NaN where nothing is."""
+    defined = ~np.isnan(values)
+    counts = defined.sum(axis)
+    sums = np.where(defined, values, 0).sum(axis)
+    return np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
 
 
 def default_interventions(model: Model, encodings: Sequence[Encoding]) -> list[Intervention]:
@@ -122,7 +144,7 @@ def default_interventions(model: Model, encodings: Sequence[Encoding]) -> list[I
     words = tuple(
         token
         for encoding in encodings
-        for token, word in zip(encoding.ids, encoding.words or [0] * len(encoding), strict=True)
+        for token, word in zip(encoding.ids, encoding.words or [0] * len(encoding.ids), strict=True)
         if word is not None
     )
     found: list[Intervention] = [Noise(SMALL), Noise(LARGE), Mean(), Zero()]
@@ -160,7 +182,8 @@ def faithfulness(
         Rank correlations, with tables of them.
 
     Raises:
-        ValueError: If a text cannot be read, or a method does not fit the model.
+        ValueError: If there is no text, one cannot be read, a method does not fit the model, or a layer is
+            none.
 
     Example:
         >>> from captum_hta.baselines import AttentionWeights
@@ -174,7 +197,7 @@ def faithfulness(
     """
     if model.key_layers is not None:
         raise ValueError("faithfulness is measured for self-attention, not for cross attention")
-    layers = list(range(model.num_layers)) if layers is None else list(layers)
+    texts, layers = listed(model, texts), layers_of(model, layers)
     encodings = [encoded(model, text, number) for number, text in enumerate(texts)]
     if interventions is None:
         interventions = default_interventions(model, encodings)
@@ -186,6 +209,6 @@ def faithfulness(
             generator = torch.Generator().manual_seed(seed + row)
             for one in interventions:
                 measured = responses(example, encodings[row], one, 0, layers, generator)
-                found.add(one.name, measured.cpu().numpy(), by_method)
+                found.add(one.name, measured.cpu().numpy(), by_method, model.size.causal)
         advance(len(rows))
     return found

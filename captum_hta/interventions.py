@@ -14,6 +14,8 @@ from captum_hta.baselines.base import Example, wide
 from captum_hta.forward_pass import observed, replaced
 from captum_hta.model import Encoding
 
+TRIES = 20
+"""Draws after which a token keeps its place in a corpus that has hardly another."""
 COPIES = 32
 """Copies of a text in one forward pass."""
 
@@ -67,6 +69,10 @@ class Noise(Intervention):
 
     size: float
     samples: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.size < float("inf") or self.samples < 1:
+            raise ValueError(f"noise needs a positive size and at least one sample, got {self}")
 
     @property
     def name(self) -> str:
@@ -135,12 +141,24 @@ class OtherToken(Intervention):
     of_vectors = False
     name = "other word"
 
+    def __post_init__(self) -> None:
+        if not self.corpus or self.samples < 1:
+            raise ValueError("another word needs a corpus of tokens and at least one sample")
+
     def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Changed]:
         """Samples of the change of every token of a word."""
         keys, corpus = _of_words(encoding), torch.tensor(self.corpus)
         for _ in range(self.samples):
-            drawn = torch.randint(len(corpus), (len(keys),), generator=generator)
-            yield Changed(keys, ids=corpus[drawn])
+            yield Changed(keys, ids=self._drawn(corpus, torch.tensor(encoding.ids)[keys], generator))
+
+    def _drawn(self, corpus: Tensor, usual: Tensor, generator: Generator) -> Tensor:
+        """Tokens of the corpus, others than the usual ones."""
+        drawn = usual.clone()
+        for _ in range(TRIES):
+            same = drawn == usual
+            places = torch.randint(len(corpus), (len(usual),), generator=generator)
+            drawn = torch.where(same, corpus[places], drawn)
+        return drawn
 
 
 def _of_words(encoding: Encoding) -> Tensor:

@@ -423,7 +423,18 @@ def _lines(axis: Axes, table: pd.DataFrame, methods: Sequence[str]) -> None:
     for method, colour in zip(methods, colours, strict=True):
         one = table[table["method"] == method].sort_values("layer")
         own = method.startswith("HTA")
-        axis.plot(one["layer"], one["spearman"], color=colour, linewidth=2.4 if own else 1.2, label=method)
+        width = 2.4 if own else 1.2
+        axis.plot(
+            one["layer"],
+            one["spearman"],
+            color=colour,
+            linewidth=width,
+            marker="o",
+            markersize=3,
+            label=method,
+        )
+        if len(one) == 1:
+            axis.vlines(one["layer"], one["low"], one["high"], color=colour, linewidth=1)
         axis.fill_between(one["layer"], one["low"], one["high"], color=colour, alpha=0.15, linewidth=0)
     axis.grid(axis="y", color="0.92")
     axis.set_axisbelow(True)

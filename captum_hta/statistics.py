@@ -6,7 +6,7 @@ Every accumulator holds plain sums, so examples may be added in any order and in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +41,17 @@ def row_correlations(first: Array, second: Array) -> tuple[Array, Array]:
     varied = _varies(first) & _varies(second)  # which NaN does not
     ranks = stats.rankdata(first, axis=-1), stats.rankdata(second, axis=-1)
     return _pearson(first, second, varied), _pearson(*ranks, varied)
+
+
+def visible(queries: int, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Queries with the keys that they can see: all at once, or of a causal model one at a time. What they
+    cannot see is zero for every method, which would count as agreement.
+    """
+    if not causal:
+        yield slice(None), slice(None)
+        return
+    for query in range(queries):
+        yield slice(query, query + 1), slice(0, query + 1)
 
 
 def row_agreement(first: Array, second: Array, top: int = 3) -> dict[str, Array]:
@@ -112,6 +123,16 @@ def standard_ranks(values: Array) -> Array:
     length = np.linalg.norm(ranks, axis=-1, keepdims=True)
     defined = _varies(values)[..., None] & (values.shape[-1] >= SHORTEST_ROW)
     return np.divide(ranks, length, out=np.full_like(ranks, np.nan), where=defined)
+
+
+def ranked_rows(values: Array, causal: bool) -> Array:
+    """:func:`standard_ranks` of rows ``[..., query, key]``; of a causal model among the keys that their query
+    can see, and zero for the others.
+    """
+    out = np.zeros(values.shape)
+    for rows, keys in visible(values.shape[-2], causal):
+        out[..., rows, keys] = standard_ranks(values[..., rows, keys])
+    return out
 
 
 def _varies(rows: Array) -> NDArray[np.bool_]:

@@ -66,6 +66,7 @@ class Circuit(Module):
 
     key_layers = None
     fingerprint = "by hand"
+    size = SimpleNamespace(causal=True)
     reader = SimpleNamespace(medium="text", reads="a string of letters", accepts=lambda t: isinstance(t, str))
     max_length = None
     checks = ()

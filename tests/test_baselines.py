@@ -361,3 +361,35 @@ def test_wrapped_projections() -> None:
     for method in (baselines.ValueWeightedNorm, baselines.BlockNorm, baselines.Alti):
         torch.testing.assert_close(method(wrapped).attribute("a b c"), method(merged).attribute("a b c"))
     torch.testing.assert_close(contributions(wrapped, "a b c").values, contributions(merged, "a b c").values)
+
+
+def test_modes_of_a_caller() -> None:
+    """Gradients are found under ``no_grad`` and ``inference_mode``."""
+    model = decoder()
+    for method in (
+        baselines.GradientTimesAttention,
+        baselines.IntegratedAttention,
+        baselines.AttentionConductance,
+        baselines.EmbeddingSaliency,
+    ):
+        expected = method(model).attribute("one two")
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                found = method(model).attribute("one two")
+            torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_logits_that_are_none() -> None:
+    """Positions, tokens and steps out of range are named."""
+    model = decoder()
+    for options, words in (
+        ({"position": 9}, "position 9 is none: the text has 4 tokens"),
+        ({"token": 99}, "token 99 is none"),
+        ({"token": -1}, "token -1 is none"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            baselines.GradientTimesAttention(model, **options).attribute("one two")
+    with pytest.raises(ValueError, match="token 99 is none"):
+        baselines.JacobianScope(model, token=99).attribute("one two")
+    with pytest.raises(ValueError, match="n_steps must be"):
+        baselines.AttentionConductance(model, n_steps=0)

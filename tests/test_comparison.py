@@ -140,3 +140,67 @@ def test_no_rows() -> None:
     agreement.add({"first": np.random.rand(1, 1, 2, 2), "second": np.random.rand(1, 1, 2, 2)})
     assert agreement.table()["rows"].tolist() == [0]
     assert np.isnan(agreement.table()["spearman"]).all()
+
+
+# --- what must not count as agreement --------------------------------------------------------------
+
+
+def test_keys_that_a_query_cannot_see(minilm: TransformerLensModel) -> None:
+    """Of a causal model, noise below the diagonal agrees with nothing, although both are zero above it."""
+    model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
+    text = " ".join("abcdefghijklmnopqrstuvwxyz")
+    result = contributions(model, text)
+    length = result.values.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(1, 3, 4, length, length, generator=generator).tril()
+    table = compare(result, {"noise": noise})
+    for measure in ("pearson", "spearman", "kendall"):
+        assert abs(table[measure].mean()) < 0.1
+    assert (table["rows"] == length - 2).all()  # of fewer than three keys there is no correlation
+    query = 9
+    row = stats.spearmanr(noise[0, 1, 2, query, : query + 1], result.values[0, 1, 2, query, : query + 1])
+    agreement = Agreement("result", [0, 1, 2])
+    agreement.add({"result": result.values[0].numpy(), "noise": noise[0].numpy()}, causal=True)
+    alone = Agreement("result", [0, 1, 2])
+    alone.add(
+        {
+            "result": result.values[0, 1:2, 2:3, query : query + 1, : query + 1].numpy(),
+            "noise": noise[0, 1:2, 2:3, query : query + 1, : query + 1].numpy(),
+        }
+    )
+    assert alone.summary()["spearman"].item() == pytest.approx(row.statistic)
+    matrix = agreement.matrix()
+    assert matrix.loc["result", "noise"] == pytest.approx(agreement.summary()["spearman"].item())
+
+
+def test_texts_and_layers_are_matched(bert: TransformerLensModel) -> None:
+    """Contributions by their layers, whatever the order; tensors by their number; others are refused."""
+    texts = ["a b c d", "e f g"]
+    whole = contributions(bert, texts)
+    table = compare(contributions(bert, texts, layers=[1, 0]), {"same": whole})
+    np.testing.assert_allclose(table["spearman"], 1)
+    with pytest.raises(ValueError, match="of other texts or layers"):
+        compare(contributions(bert, texts, layers=[0]), {"x": contributions(bert, texts, layers=[1])})
+    with pytest.raises(ValueError, match="of other texts or layers"):
+        compare(whole, {"x": contributions(bert, ["h i j k", "e f g"])})
+    with pytest.raises(ValueError, match="pass \\[batch"):
+        compare(whole, {"x": baselines.AttentionWeights(bert).attribute(texts[:1])})
+    with pytest.raises(TypeError, match="must be a tensor"):
+        compare(whole, {"x": whole.values.numpy()})
+    with pytest.raises(ValueError, match="top must be"):
+        compare(whole, {"x": whole}, top=0)
+    assert len(compare(whole, {"contributions": whole})) == 4
+
+
+def test_nothing_to_compare(bert: TransformerLensModel) -> None:
+    """Where no row has three tokens the summary is not a number; names must differ; texts must be some."""
+    methods = [baselines.AttentionWeights(bert), baselines.AttentionRollout(bert)]
+    agreement = Agreement("first", [0])
+    agreement.add({"first": np.random.rand(1, 1, 2, 2), "second": np.random.rand(1, 1, 2, 2)})
+    assert agreement.summary()["jensen_shannon"].isna().all()
+    with pytest.raises(ValueError, match="names of their own"):
+        compare_methods([methods[0], methods[0]], bert, ["a b c"], [0])
+    with pytest.raises(ValueError, match="there is no text"):
+        compare_methods(methods, bert, [], [0])
+    found = compare_methods(methods, bert, (text for text in ["a b c", "d e"]), [0])
+    assert found.summary()["rows"].item() == 2 * (5 + 4)

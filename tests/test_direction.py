@@ -202,3 +202,22 @@ def test_logit_direction_errors() -> None:
         logit_direction(load_model(tiny_bert(), tokenizer=WordTokenizer()), 5)
     with pytest.raises(ValueError, match="normalises what its heads say"):
         logit_direction(load_model(tiny_with_head("Gemma 2"), tokenizer=WordTokenizer(60)), 5)
+
+
+@pytest.mark.parametrize("adapter", ["transformers", "transformer_lens"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_logit_direction_in_half_precision(name: str, dtype: torch.dtype, adapter: str) -> None:
+    """Every head's direction is that of wide weights, to their rounding."""
+    wide = load_model(tiny_with_head(name), tokenizer=WordTokenizer(60), adapter=adapter)
+    half = load_model(tiny_with_head(name).to(dtype), tokenizer=WordTokenizer(60), adapter=adapter)
+    expected, found = (logit_direction(model, 5, against=7).double() for model in (wide, half))
+    assert torch.cosine_similarity(found, expected, dim=-1).min() > 0.999
+
+
+def test_tokens_are_ids_or_texts() -> None:
+    """Others are named."""
+    model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
+    for token in (True, 5.0):
+        with pytest.raises(TypeError, match="an id or a text"):
+            logit_direction(model, token)

@@ -162,3 +162,65 @@ def test_cross_attention_is_refused() -> None:
     model = TransformersModel(tiny("T5"), WordTokenizer(60), part="cross")
     with pytest.raises(ValueError, match="not for cross attention"):
         faithfulness(model, [("a", "b")], [])
+
+
+# --- what must not count ---------------------------------------------------------------------------
+
+
+def test_causal_noise_tells_nothing() -> None:
+    """Rows are ranked among the keys that their query can see."""
+    model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
+
+    class Noise_:  # noqa: N801
+        name = "noise"
+
+        def attribute(self, texts: list[str]) -> torch.Tensor:
+            lengths = [len(model.encode(text)) for text in texts]
+            generator = torch.Generator().manual_seed(0)
+            return torch.rand(len(texts), 3, 4, *[max(lengths)] * 2, generator=generator).tril()
+
+    text = " ".join("abcdefghijklmnopqrstuvwxyz")
+    found = faithfulness(model, [text], [Noise_(), HtaMethod(model)], [Zero()])
+    table = found.summary().set_index("method")["spearman"]
+    assert abs(table["noise"]) < 0.1
+
+
+def test_texts_that_are_too_short(bert: TransformerLensModel, recwarn: pytest.WarningsRecorder) -> None:
+    """They have no rank, are not counted, and leave the intervals of the others."""
+    bare = load_model(tiny_with_head("Llama"), tokenizer=Bare(60))
+    methods = [HtaMethod(bare), baselines.AttentionWeights(bare)]
+    found = faithfulness(bare, (text for text in ["a", "b c d e", "f g h", "i j k l"]), methods, [Zero()])
+    table = found.summary()
+    assert table[["spearman", "low", "high"]].notna().all(None)
+    assert set(found.table()["examples"]) == {3}
+    assert not [warning for warning in recwarn if "empty slice" in str(warning.message)]
+    with pytest.raises(ValueError, match="there is no text"):
+        faithfulness(bare, [], methods)
+    with pytest.raises(ValueError, match="layers names"):
+        faithfulness(bare, ["a b c"], methods, layers=[9])
+    last = faithfulness(bare, ["a b c d"], methods, [Zero()], layers=[-1])
+    assert set(last.table()["layer"]) == {2}
+
+
+class Bare(WordTokenizer):
+    """Without special tokens."""
+
+    def __call__(self, text: str, pair: str | None = None, **options: object) -> dict[str, list[int]]:
+        return {"input_ids": [self._id(word) for word in text.split()]}
+
+
+def test_another_word_is_another() -> None:
+    """Unless the corpus has no other."""
+    generator = torch.Generator().manual_seed(0)
+    usual = torch.tensor([5, 5, 6, 7] * 50)
+    drawn = OtherToken((5, 6, 7))._drawn(torch.tensor([5, 6, 7]), usual, generator)
+    assert (drawn != usual).all()
+    assert set(drawn.tolist()) == {5, 6, 7}
+    assert (OtherToken((5,))._drawn(torch.tensor([5]), torch.tensor([5]), generator) == 5).all()
+
+
+@pytest.mark.parametrize("make", [lambda: Noise(0.0), lambda: Noise(1, 0), lambda: OtherToken(())])
+def test_interventions_that_are_none(make) -> None:
+    """Refused when they are made."""
+    with pytest.raises(ValueError, match="at least one sample"):
+        make()

@@ -52,7 +52,7 @@ class Baseline(ABC):
         """
         if self.model.key_layers is not None and not self.crosses:
             raise ValueError(f"{self.name} is not defined for cross attention")
-        with without_autocast():
+        with torch.inference_mode(False), without_autocast():
             return self._of_all(texts)
 
     def _of_all(self, texts: Sequence[Text] | Text) -> Tensor:

@@ -17,6 +17,12 @@ from captum_hta.forward_pass import Site, replaced
 from captum_hta.model import Model
 
 
+def _checked_steps(n_steps: int) -> int:
+    if not isinstance(n_steps, int) or n_steps < 1:
+        raise ValueError(f"n_steps must be a positive int, got {n_steps!r}")
+    return n_steps
+
+
 class LogitBaseline(Baseline):
     """A method that explains one logit.
 
@@ -24,6 +30,9 @@ class LogitBaseline(Baseline):
         model: An adapter around a model with a head.
         position: Where the logit is, negative from the end; of a classifier it does not matter.
         token: Which logit, by its token's id or of a class its number. Default: ``None``, the largest.
+
+    Raises:
+        ValueError: On ``attribute``, if the model has no logits, or not that one.
     """
 
     def __init__(self, model: Model, position: int = -1, token: int | None = None) -> None:
@@ -41,10 +50,14 @@ class LogitBaseline(Baseline):
         return logit
 
     def _token(self, example: Example) -> int:
-        if self.token is not None:
-            return self.token
         with torch.no_grad():
-            return int(self._at(self.model.logits(*example.repeated(1)))[0].argmax())
+            logits = self.model.logits(*example.repeated(1))
+        if logits.dim() == 3 and not -logits.shape[1] <= self.position < logits.shape[1]:
+            raise ValueError(f"position {self.position} is none: the text has {logits.shape[1]} tokens")
+        last = self._at(logits)[0]
+        if self.token is not None and not 0 <= self.token < len(last):
+            raise ValueError(f"token {self.token} is none: the model has logits of {len(last)}")
+        return int(last.argmax()) if self.token is None else self.token
 
     def _at(self, logits: Tensor) -> Tensor:
         return logits if logits.dim() == 2 else logits[:, self.position]
@@ -111,7 +124,7 @@ class IntegratedAttention(LogitBaseline):
 
     def __init__(self, model: Model, position: int = -1, token: int | None = None, n_steps: int = 50) -> None:
         super().__init__(model, position, token)
-        self.n_steps = n_steps
+        self.n_steps = _checked_steps(n_steps)
 
     def of(self, example: Example) -> Tensor:
         """The values of one text, without the batch axis."""
@@ -150,7 +163,7 @@ class AttentionConductance(LogitBaseline):
 
     def __init__(self, model: Model, position: int = -1, token: int | None = None, n_steps: int = 20) -> None:
         super().__init__(model, position, token)
-        self.n_steps = n_steps
+        self.n_steps = _checked_steps(n_steps)
 
     def of(self, example: Example) -> Tensor:
         """The values of one text, without the batch axis."""
@@ -249,7 +262,7 @@ class EmbeddingIntegratedGradients(EmbeddingBaseline):
 
     def __init__(self, model: Model, position: int = -1, token: int | None = None, n_steps: int = 50) -> None:
         super().__init__(model, position, token)
-        self.n_steps = n_steps
+        self.n_steps = _checked_steps(n_steps)
 
     def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
         """The attribution of each component of ``x``, ``[1, token, width]``."""

@@ -76,6 +76,8 @@ class JacobianScope(Baseline):
         if self.scope == "temperature":
             return hidden / hidden.norm(dim=-1, keepdim=True)
         weight = wide(self.model.unembedding.weight)
+        if self.token is not None and not 0 <= self.token < len(weight):
+            raise ValueError(f"token {self.token} is none: the model has {len(weight)}")
         logits = hidden @ weight.T
         if self.scope == "fisher":
             return torch.stack([_leading_direction(weight, p) for p in logits.softmax(-1)])

@@ -37,7 +37,7 @@ ModelName = Annotated[
     ),
 ]  # fmt: skip
 Device = Annotated[str | None, typer.Option(help='Where to run, such as "cpu" or "cuda".')]
-Seed = Annotated[int, typer.Option(help="Seed of the probes.")]
+Seed = Annotated[int, typer.Option(help="Seed of the probes.", min=0, max=2**62)]
 Layers = Annotated[
     str | None, typer.Option(help='Layers, such as "0,3", "2-4" or "-1" (the last). Default: all.')
 ]
