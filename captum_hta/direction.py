@@ -121,8 +121,8 @@ def logit_direction(
     projections = [model.output_projection(layer) for layer in range(model.num_layers)]
     if not all(projection.residual for projection in projections):
         raise ValueError(
-            f"{model.name} normalises what its heads say before it is added, so no direction of a head "
-            "stands for a logit"
+            f"{model.name} normalises or scales what its heads say before it is added, so no direction of "
+            "a head stands for a logit"
         )
     return torch.stack([projection.weight @ vector for projection in projections])
 

@@ -118,10 +118,12 @@ def standard_ranks(values: Array) -> Array:
     """Rows ``[..., key]`` as ranks of mean zero and length one, so that their products are Spearman's
     correlations; NaN where a row is constant, shorter than :data:`SHORTEST_ROW`, or holds NaN.
     """
+    if values.shape[-1] < SHORTEST_ROW:
+        return np.full(values.shape, np.nan)
     ranks = stats.rankdata(values, axis=-1)
     ranks = ranks - ranks.mean(-1, keepdims=True)
     length = np.linalg.norm(ranks, axis=-1, keepdims=True)
-    defined = _varies(values)[..., None] & (values.shape[-1] >= SHORTEST_ROW)
+    defined = _varies(values)[..., None]
     return np.divide(ranks, length, out=np.full_like(ranks, np.nan), where=defined)
 
 

@@ -130,7 +130,7 @@ def test_parts_make_the_whole(name: str) -> None:
         torch.testing.assert_close(parts.to(given), given, rtol=1e-5, atol=1e-6)
         projection = model.output_projection(layer)
         if not projection.residual:
-            with pytest.raises(ValueError, match="normalises what its heads say"):
+            with pytest.raises(ValueError, match="what its heads say before it is added"):
                 block_parts(example, layer)
         elif projection.norm is not None:
             _, whole = block_parts(example, layer)

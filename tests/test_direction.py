@@ -200,7 +200,7 @@ def test_logit_direction_errors() -> None:
         logit_direction(load_model(gpt.transformer, tokenizer=WordTokenizer(60)), 5)
     with pytest.raises(ValueError, match="is an encoder"):
         logit_direction(load_model(tiny_bert(), tokenizer=WordTokenizer()), 5)
-    with pytest.raises(ValueError, match="normalises what its heads say"):
+    with pytest.raises(ValueError, match="what its heads say before it is added"):
         logit_direction(load_model(tiny_with_head("Gemma 2"), tokenizer=WordTokenizer(60)), 5)
 
 

@@ -306,7 +306,9 @@ def test_a_processor_of_another_model() -> None:
         contributions(model, photograph())
 
 
-@pytest.mark.parametrize("picture", [photograph(), torch.zeros(3, 12, 12), Path("a.png")], ids=repr)
+@pytest.mark.parametrize(
+    "picture", [photograph(), torch.zeros(3, 12, 12), Path("a.png")], ids=["image", "array", "path"]
+)
 def test_models_of_text_refuse_pictures(picture: object) -> None:
     """And say what they read."""
     model = TransformersModel(tiny("BERT"), WordTokenizer(60))

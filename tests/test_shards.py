@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from conftest import WordTokenizer, tiny_bert
+from families import tiny
+from test_inputs import byte_level
 
 from captum_hta import study
 from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
@@ -20,6 +24,7 @@ from captum_hta.study import Setting, Study, run
 
 TEXTS = [" ".join(f"w{n}" for n in range(number, number + 2 + number % 5)) for number in range(20)]
 SETTING = Setting(n_probes=2)
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -127,28 +132,31 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """``kill -9`` and the same command again give the tables of an undisturbed run."""
+    tokenizer = byte_level(pad="<|end|>")
+    config = tiny("BART").config
+    config.vocab_size = len(tokenizer)
+    transformers.BartModel(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    texts = [json.dumps({"text": f"the cat sat {number} times"}) for number in range(70)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
     command = [
         sys.executable,
         "-m",
         "captum_hta.cli",
         "study",
-        "--limit",
-        "40",
+        str(tmp_path / "texts.jsonl"),
         "--probes",
         "2",
-        "--layers",
-        "0-2",
     ]
-    plain = tmp_path / "plain"
-    subprocess.run([*command, "--out", str(plain)], check=True, capture_output=True)
-    killed = tmp_path / "killed"
-    process = subprocess.Popen([*command, "--out", str(killed)], stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (killed / "parts" / "settings.json").exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
+    command += ["--model", str(tmp_path / "model"), "--part", "encoder"]
+    plain, killed = tmp_path / "plain", tmp_path / "killed"
+    process = subprocess.Popen([*command, "--out", str(killed)], stderr=subprocess.DEVNULL, env=ONE_THREAD)
+    while process.poll() is None and not list(killed.glob("parts/*.safetensors")):
+        time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (killed / "report.html").exists()
-    subprocess.run([*command, "--out", str(killed)], check=True, capture_output=True)
+    for folder in (killed, plain):
+        subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True, env=ONE_THREAD)
     for table in plain.glob("*.csv"):
         assert table.read_bytes() == (killed / table.name).read_bytes()

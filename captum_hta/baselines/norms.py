@@ -99,8 +99,8 @@ def block_parts(example: Example, layer: int) -> tuple[Tensor, Tensor]:
     projection = example.projections[layer]
     if not projection.residual:
         raise ValueError(
-            f"{example.model.name} normalises what its heads say before it is added, which this method does "
-            "not know"
+            f"{example.model.name} normalises or scales what its heads say before it is added, which this "
+            "method does not know"
         )
     parts = torch.einsum("hqk,hkd->qkd", example.pattern[layer], example.projected[layer])
     parts = parts + torch.diag_embed(example.hidden[layer].mT).permute(1, 2, 0)
