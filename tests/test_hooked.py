@@ -241,7 +241,7 @@ def test_refused(load: Callable[[], object], error: type[Exception], message: st
 @pytest.mark.parametrize(
     ("kind", "point", "message"),
     [
-        ("head", "attn.hook_v", "not what the output projection reads"),
+        ("head", "attn.hook_v", "are off the heads. outputs"),
         ("layer", "hook_attn_out", "not what enters the next block"),
     ],
 )
