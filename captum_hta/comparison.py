@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from captum_hta import baselines
-from captum_hta.contributions import Contributions, batches, contributions, encoded, listed
+from captum_hta.contributions import Contributions, contributions, encoded, groups, listed
 from captum_hta.model import Model, Text
 from captum_hta.statistics import MEASURES, Mean, ranked_rows, row_agreement, visible
 
 Array = NDArray[np.float64]
 HTA = {"input": "HTA, input", "previous_layer": "HTA, previous layer"}
 """What tables call contributions, by their source."""
-GROUP = 4
-"""Texts that are attributed together, of like lengths."""
 
 
 class Method(Protocol):
@@ -107,13 +105,6 @@ def methods_for(
         else:
             allowed.append(method)
     return allowed, refused
-
-
-def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of texts of like lengths, a few at a time."""
-    for rows in batches(lengths):
-        for start in range(0, len(rows), GROUP):
-            yield rows[start : start + GROUP]
 
 
 def compare_methods(

@@ -29,6 +29,8 @@ BATCH_TOKENS = 1024
 """Positions of a batch, padding included. More gain nothing: the products are large enough."""
 PADDING_SHARE = 1 / 8
 """Share of a batch that padding may be."""
+GROUP = 4
+"""Texts of a corpus that are attributed together: few, for an even progress."""
 REDUCTIONS = ("sum", "max", "mean")
 
 
@@ -314,6 +316,13 @@ def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         rows.append(row)
     if rows:
         yield rows
+
+
+def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of texts of like lengths, :data:`GROUP` at a time."""
+    for rows in batches(lengths):
+        for start in range(0, len(rows), GROUP):
+            yield rows[start : start + GROUP]
 
 
 class _Collected:

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from captum_hta.contributions import Contributions, batches, encoded, jointly
+from captum_hta.contributions import Contributions, encoded, groups, jointly
 from captum_hta.forecast import in_all
 from captum_hta.mixing import Mixing
 from captum_hta.model import Encoding, Model, Text
@@ -27,8 +27,6 @@ SOURCES = ("previous_layer", "input")
 DEFAULT_PROBES = 16
 HIDDEN = "hidden"
 """What contributions to hidden embeddings are called beside those to heads."""
-GROUP = 4
-"""Examples whose contributions are found together, of like lengths: few, for an even progress."""
 PART = 8
 """Groups whose results are kept together."""
 
@@ -306,13 +304,13 @@ def run(
         return Study.empty(layers, model.num_heads, longest, hidden)
 
     study = empty()
-    for number, groups in enumerate(_parts(lengths)):
+    for number, texts_of_part in enumerate(_parts(lengths)):
         if shards is not None and number in shards:
             part = empty().restore(shards.read(number))
-            advance(sum(lengths[row] ** 2 for rows in groups for row in rows) / total)
+            advance(sum(lengths[row] ** 2 for rows in texts_of_part for row in rows) / total)
         else:
             part = empty()
-            for rows in groups:
+            for rows in texts_of_part:
                 part.add_group(model, [encodings[row] for row in rows], setting)
                 for row in rows:
                     advance(lengths[row] ** 2 / total)
@@ -324,11 +322,9 @@ def run(
 
 def _parts(lengths: Sequence[int]) -> Iterator[list[list[int]]]:
     """Texts in groups of like lengths, some groups a part."""
-    groups = [
-        rows[start : start + GROUP] for rows in batches(lengths) for start in range(0, len(rows), GROUP)
-    ]
-    for start in range(0, len(groups), PART):
-        yield groups[start : start + PART]
+    few = list(groups(lengths))
+    for start in range(0, len(few), PART):
+        yield few[start : start + PART]
 
 
 def _asked(setting: Setting, hidden: bool) -> dict[str, dict[str, Any]]:
