@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forecast import Size
 from captum_hta.forward_pass import observed
+from captum_hta.integrations.adapter import Adapter
 from captum_hta.integrations.layouts import repeated
 from captum_hta.integrations.proof import (
     Proof,
     encoder_logits,
     no_logits,
-    require_eval,
     require_weights,
-    weights_fingerprint,
 )
 from captum_hta.integrations.texts import TextReader
-from captum_hta.model import Attention, Batch, Check, Encoding, OutputProjection, Text, Unembedding
+from captum_hta.model import Attention, Batch, Check, OutputProjection, Unembedding
 
 
-class HookPointModel:
+class HookPointModel(Adapter):
     """A model with hook points as the model that the core works with.
 
     Args:
@@ -44,7 +42,8 @@ class HookPointModel:
         tokenizer = tokenizer if tokenizer is not None else getattr(lens, "tokenizer", None)
         if tokenizer is None:
             raise ValueError(f"the {self.kind} has no tokenizer: pass tokenizer=")
-        self.lens, self.reader = lens, TextReader(tokenizer, vocabulary)
+        self.lens = self.module = lens
+        self.reader = TextReader(tokenizer, vocabulary)
         config = lens.cfg
         self.architecture = str(getattr(config, "architecture", None) or type(lens).__name__)
         self.name = name or getattr(config, "model_name", self.architecture)
@@ -55,30 +54,6 @@ class HookPointModel:
         require_weights(self.name, lens)
         self._require_eval()
         self.checks = self._proven()
-
-    def __repr__(self) -> str:
-        kind = type(self).__name__
-        return f"{kind}({self.name}: {self.num_layers} layers of {self.num_heads} heads)"
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer."""
-        return self.reader.tokenizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model runs."""
-        return next(self.lens.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the model's weights."""
-        return next(self.lens.parameters()).dtype
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the weights."""
-        return weights_fingerprint(self.lens)
 
     @property
     def size(self) -> Size:
@@ -95,16 +70,6 @@ class HookPointModel:
             causal=self._causal,
             closed_form=self._closed_form,
         )
-
-    # --- texts
-
-    def encode(self, text: Text, max_length: int | None = None) -> Encoding:
-        """Read a text, or a pair of them; with ``max_length`` the first tokens alone."""
-        return self.reader.encode(text, max_length)
-
-    def batch(self, encodings: Sequence[Encoding]) -> Batch:
-        """Pad encodings on the right, on the model's device."""
-        return self.reader.batch(encodings, self.device)
 
     # --- the model
 
@@ -155,9 +120,6 @@ class HookPointModel:
         self._causal = proof.is_causal()
         return proof.checks
 
-    def _require_eval(self) -> None:
-        require_eval(self.name, self.lens)
-
     def logits(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """What the model's head gives for token ids ``[batch, position]``.
 
@@ -180,19 +142,6 @@ class HookPointModel:
         if self._is_encoder:
             raise ValueError(encoder_logits(self.name))
         return Unembedding(self._unembedding_weight, getattr(self.lens, "ln_final", None))
-
-    def token(self, text: str) -> int:
-        """The one token that a text is.
-
-        Raises:
-            ValueError: If it is none, or several.
-        """
-        return self.reader.token(text)
-
-    @property
-    def mask_token(self) -> int | None:
-        """The token that stands for a hidden one, if there is such a token."""
-        return getattr(self.tokenizer, "mask_token_id", None)
 
     # --- what each kind has of its own
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from captum_hta.attention_jacobian import AttentionFactors
 from captum_hta.forecast import Size
 from captum_hta.forward_pass import Site, hook_site, without_autocast
+from captum_hta.integrations.adapter import Adapter
 from captum_hta.integrations.layouts import (
     PARTS,
     Layout,
@@ -38,18 +39,16 @@ from captum_hta.integrations.proof import (
     encoder_logits,
     is_untouched,
     no_logits,
-    require_eval,
     require_weights,
-    weights_fingerprint,
 )
 from captum_hta.integrations.readers import reader_for
-from captum_hta.model import Attention, Batch, Check, Encoding, OutputProjection, Text, Unembedding
+from captum_hta.model import Attention, Batch, Check, Encoding, OutputProjection, Unembedding
 
 OBSERVED = "captum_hta_observed"
 """Name of the attention function that keeps what it is called with."""
 
 
-class TransformersModel:
+class TransformersModel(Adapter):
     """A model of ``transformers`` as the model that the core works with.
 
     Sources are what enters a block, head targets what its output projection reads. The model is neither
@@ -78,7 +77,8 @@ class TransformersModel:
     def __init__(
         self, model: Module, tokenizer: Any, name: str | None = None, part: str | None = None
     ) -> None:
-        self.model, self.layout = model, layout_of(model, part)
+        self.model = self.module = model
+        self.layout = layout_of(model, part)
         self.base = model.base_model
         config = self.base.config
         self.part = part if config.model_type in PARTS else None
@@ -103,29 +103,6 @@ class TransformersModel:
         self._require_eval()
         self.checks = self._proven()
 
-    def __repr__(self) -> str:
-        return f"TransformersModel({self.name}: {self.num_layers} layers of {self.num_heads} heads)"
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, or the image processor."""
-        return self.reader.tokenizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model runs."""
-        return next(self.model.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the model's weights."""
-        return next(self.model.parameters()).dtype
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the weights."""
-        return weights_fingerprint(self.model)
-
     @property
     def size(self) -> Size:
         """The model's dimensions."""
@@ -142,14 +119,6 @@ class TransformersModel:
             causal=self.layout.causal,
             closed_form=self._closed_form,
         )
-
-    def encode(self, text: Text, max_length: int | None = None) -> Encoding:
-        """Read a text, a pair, a picture or a sound; with ``max_length`` the first tokens alone."""
-        return self.reader.encode(text, max_length)
-
-    def batch(self, encodings: Sequence[Encoding]) -> Batch:
-        """Pad encodings on the right, on the model's device."""
-        return self.reader.batch(encodings, self.device)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, *others: Tensor | None) -> Any:
         """Run the model, without its head where that can be left out, on token ids ``[batch, position]`` or
@@ -272,19 +241,6 @@ class TransformersModel:
             raise ValueError(no_logits(self.name, self.architecture))
         return found
 
-    def token(self, text: str) -> int:
-        """The one token that a text is.
-
-        Raises:
-            ValueError: If it is none, or several.
-        """
-        return self.reader.token(text)
-
-    @property
-    def mask_token(self) -> int | None:
-        """The token that stands for a hidden one, if there is such a token."""
-        return getattr(self.tokenizer, "mask_token_id", None)
-
     def _observe(self, batch: Batch) -> tuple[list[_Seen], list[Tensor]]:
         """What the attention of each block was called with, and what entered the block."""
         seen: dict[Module, list[_Seen]] = {}
@@ -362,9 +318,6 @@ class TransformersModel:
             yield
         finally:
             handle.remove()
-
-    def _require_eval(self) -> None:
-        require_eval(self.name, self.model)
 
 
 def layout_of(model: Any, part: str | None = None) -> Layout:
