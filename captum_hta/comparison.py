@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations_with_replacement
 from typing import Protocol
 
 import numpy as np
@@ -279,10 +280,9 @@ class Agreement:
 
     def _add_pairs(self, values: Mapping[str, Array], causal: bool) -> None:
         ranked = {name: ranked_rows(value, causal) for name, value in values.items()}
-        for name, one in ranked.items():
-            for other, two in ranked.items():
-                rows = (one * two).sum(-1)
-                self.pairs.setdefault((name, other), Mean.zero()).add(rows.ravel())
+        for name, other in combinations_with_replacement(ranked, 2):
+            rows = (ranked[name] * ranked[other]).sum(-1)
+            self.pairs.setdefault((name, other), Mean.zero()).add(rows.ravel())
 
     def table(self) -> pd.DataFrame:
         """A row for each method, layer and head."""
@@ -296,9 +296,7 @@ class Agreement:
         return pd.DataFrame(rows)
 
     def summary(self) -> pd.DataFrame:
-        """A row for each method: means over rows of all layers and heads, with standard errors by example of
-        Spearman's correlation.
-        """
+        """A row for each method: means over the rows of all layers and heads."""
         rows = []
         for name, by_measure in self.means.items():
             row = {"method": name}
@@ -312,5 +310,7 @@ class Agreement:
     def matrix(self) -> pd.DataFrame:
         """Spearman's correlation of every method with every other, the mean over rows."""
         names = list(dict.fromkeys(name for name, _ in self.pairs))
-        values = [[float(self.pairs[name, other].mean()) for other in names] for name in names]
-        return pd.DataFrame(values, index=names, columns=names)
+        matrix = pd.DataFrame(np.nan, index=names, columns=names)
+        for (name, other), mean in self.pairs.items():
+            matrix.loc[name, other] = matrix.loc[other, name] = float(mean.mean())
+        return matrix

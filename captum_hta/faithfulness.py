@@ -54,8 +54,7 @@ class Faithfulness:
             causal: Whether queries see no later keys.
         """
         changed = np.flatnonzero(~np.isnan(measured).all((0, 1, 2)))
-        for name, value in methods.items():
-            correlation = _rank_correlations(measured, value, changed, causal)
+        for name, correlation in _rank_correlations(measured, methods, changed, causal).items():
             defined = ~np.isnan(correlation)
             key = (intervention, name)
             self.rows[key] = self.rows.get(key, 0) + int(defined.sum())
@@ -67,13 +66,14 @@ class Faithfulness:
         """
         rows = []
         for (intervention, method), values in self.values.items():
-            mean, low, high = _interval(np.stack(values))
+            by_example = np.stack(values)
+            mean, low, high = _interval(by_example)
             for (index, head), value in np.ndenumerate(mean):
                 rows.append(
                     {
                         "intervention": intervention, "method": method, "layer": self.layers[index],
                         "head": head, "spearman": value, "low": low[index, head], "high": high[index, head],
-                        "examples": int(np.isfinite(np.stack(values)[:, index, head]).sum()),
+                        "examples": int(np.isfinite(by_example[:, index, head]).sum()),
                     }
                 )  # fmt: skip
         return pd.DataFrame(rows)
@@ -98,14 +98,19 @@ class Faithfulness:
         return pd.DataFrame(rows)
 
 
-def _rank_correlations(measured: Array, value: Array, changed: NDArray[np.int64], causal: bool) -> Array:
-    """Spearman's correlation of rows, ``[layer, head, query]``, over changed keys that a query can see."""
-    parts = []
+def _rank_correlations(
+    measured: Array, methods: dict[str, Array], changed: NDArray[np.int64], causal: bool
+) -> dict[str, Array]:
+    """Spearman's correlation of each method's rows, ``[layer, head, query]``, over changed keys that a query
+    can see.
+    """
+    parts: dict[str, list[Array]] = {name: [] for name in methods}
     for rows, keys in visible(measured.shape[-2], causal):
         among = changed[changed < keys.stop] if causal else changed
         truth = standard_ranks(measured[..., rows, :][..., among])
-        parts.append((truth * standard_ranks(value[..., rows, :][..., among])).sum(-1))
-    return np.concatenate(parts, axis=-1)
+        for name, value in methods.items():
+            parts[name].append((truth * standard_ranks(value[..., rows, :][..., among])).sum(-1))
+    return {name: np.concatenate(each, axis=-1) for name, each in parts.items()}
 
 
 def _interval(values: Array) -> tuple[Array, Array, Array]:

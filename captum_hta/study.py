@@ -163,8 +163,7 @@ class Study:
     def restore(self, arrays: Mapping[str, NDArray]) -> Study:
         """This empty study with what :meth:`arrays` of another have held."""
         for name, one in self._accumulators.items():
-            parts = {part: arrays[f"{name}/{part}"] for part in one.arrays()}
-            one.__dict__.update(type(one).of(parts).__dict__)
+            one.merge(type(one).of({part: arrays[f"{name}/{part}"] for part in one.arrays()}))
         rest = json.loads(arrays["rest"].tobytes())
         self.tokens, self.largest_errors = rest["tokens"], rest["largest_errors"]
         self.ways = {source: [Plan(**plan) for plan in plans] for source, plans in rest["ways"].items()}

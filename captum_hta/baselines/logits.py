@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,12 +15,6 @@ from torch.nn import Module
 from captum_hta.baselines.base import Baseline, Example, wide
 from captum_hta.forward_pass import Site, replaced
 from captum_hta.model import Model
-
-
-def _checked_steps(n_steps: int) -> int:
-    if not isinstance(n_steps, int) or n_steps < 1:
-        raise ValueError(f"n_steps must be a positive int, got {n_steps!r}")
-    return n_steps
 
 
 class LogitBaseline(Baseline):
@@ -65,10 +59,8 @@ class LogitBaseline(Baseline):
     def _pick(self, logits: Tensor, token: int) -> Tensor:
         return self._at(logits)[:, token]
 
-    def gradients(self, example: Example, count: int, token: int) -> tuple[Tensor, Tensor]:
-        """The logit of each of ``count`` copies, and its gradients with respect to every head's output,
-        ``[copy, layer, head, query, d_head]``.
-        """
+    def gradients(self, example: Example, token: int) -> Tensor:
+        """Of the logit with respect to every head's output, ``[layer, head, query, d_head]``."""
         outputs: list[Tensor] = []
 
         def split_off(z: Tensor) -> Tensor:
@@ -78,10 +70,34 @@ class LogitBaseline(Baseline):
         with torch.enable_grad(), ExitStack() as stack:
             for layer in range(self.model.num_layers):
                 stack.enter_context(replaced(self.model.target(layer, "head"), split_off))
-            logit = self._pick(self.model.logits(*example.repeated(count)), token)
+            logit = self._pick(self.model.logits(*example.repeated(1)), token)
         found = torch.autograd.grad(logit.sum(), outputs)
         heads = [wide(one).reshape(*one.shape[:2], self.model.num_heads, -1).transpose(1, 2) for one in found]
-        return logit.detach(), torch.stack(heads, dim=1)
+        return torch.cat(heads)
+
+
+class SteppedBaseline(LogitBaseline):
+    """A method that goes from a baseline to what is there in steps.
+
+    Args:
+        model: An adapter around a model with a head.
+        position: Where the logit is, negative from the end.
+        token: Which logit. Default: ``None``, the largest.
+        n_steps: Steps of the way. Default: ``None``, :attr:`steps`.
+
+    Raises:
+        ValueError: If ``n_steps`` is no positive int.
+    """
+
+    steps: ClassVar[int] = 50
+
+    def __init__(
+        self, model: Model, position: int = -1, token: int | None = None, n_steps: int | None = None
+    ) -> None:
+        super().__init__(model, position, token)
+        self.n_steps = self.steps if n_steps is None else n_steps
+        if not isinstance(self.n_steps, int) or self.n_steps < 1:
+            raise ValueError(f"n_steps must be a positive int, got {n_steps!r}")
 
 
 class GradientTimesAttention(LogitBaseline):
@@ -99,11 +115,10 @@ class GradientTimesAttention(LogitBaseline):
 
     def of(self, example: Example) -> Tensor:
         """The values of one text, without the batch axis."""
-        _, gradient = self.gradients(example, 1, self._token(example))
-        return example.pattern * (gradient[0] @ example.value.mT)
+        return example.pattern * (self.gradients(example, self._token(example)) @ example.value.mT)
 
 
-class IntegratedAttention(LogitBaseline):
+class IntegratedAttention(SteppedBaseline):
     r"""Integrated gradients on each layer's pattern, from no attention to the pattern as it is:
     :math:`a_{ji} \int_0^1 \partial F(t A) / \partial a_{ji}\, dt`, with Captum's ``IntegratedGradients``.
 
@@ -122,10 +137,6 @@ class IntegratedAttention(LogitBaseline):
 
     name = "integrated attention"
 
-    def __init__(self, model: Model, position: int = -1, token: int | None = None, n_steps: int = 50) -> None:
-        super().__init__(model, position, token)
-        self.n_steps = _checked_steps(n_steps)
-
     def of(self, example: Example) -> Tensor:
         """The values of one text, without the batch axis."""
         z = (example.pattern @ example.value).transpose(1, 2).flatten(2)  # [layer, query, head * d_head]
@@ -143,7 +154,7 @@ class IntegratedAttention(LogitBaseline):
         return wide(mean[0]).unflatten(1, (self.model.num_heads, -1)).transpose(0, 1)
 
 
-class AttentionConductance(LogitBaseline):
+class AttentionConductance(SteppedBaseline):
     r"""What flows through each attention weight while the embedding grows from zero:
     :math:`\sum_k \partial F / \partial a\, (a_{k+1} - a_k)` over Gauss-Legendre points of the way, as
     Captum's ``LayerConductance`` on the pattern.
@@ -161,9 +172,7 @@ class AttentionConductance(LogitBaseline):
 
     name = "attention conductance"
 
-    def __init__(self, model: Model, position: int = -1, token: int | None = None, n_steps: int = 20) -> None:
-        super().__init__(model, position, token)
-        self.n_steps = _checked_steps(n_steps)
+    steps = 20
 
     def of(self, example: Example) -> Tensor:
         """The values of one text, without the batch axis."""
@@ -182,8 +191,7 @@ class AttentionConductance(LogitBaseline):
         """Patterns and gradients with respect to them, where the embedding is scaled."""
         here = Example(self.model, example.batch)
         with replaced(self.model.source(0), lambda x: point * x):
-            _, gradient = self.gradients(here, 1, token)
-            return here.pattern, gradient[0] @ here.value.mT
+            return here.pattern, self.gradients(here, token) @ here.value.mT
 
 
 class EmbeddingBaseline(LogitBaseline):
@@ -245,7 +253,7 @@ class EmbeddingInputXGradient(EmbeddingBaseline):
         return InputXGradient(logit).attribute(x, additional_forward_args=arguments)
 
 
-class EmbeddingIntegratedGradients(EmbeddingBaseline):
+class EmbeddingIntegratedGradients(SteppedBaseline, EmbeddingBaseline):
     """Captum's ``IntegratedGradients``, from a zero embedding.
 
     Args:
@@ -259,10 +267,6 @@ class EmbeddingIntegratedGradients(EmbeddingBaseline):
     """
 
     name = "integrated gradients"
-
-    def __init__(self, model: Model, position: int = -1, token: int | None = None, n_steps: int = 50) -> None:
-        super().__init__(model, position, token)
-        self.n_steps = _checked_steps(n_steps)
 
     def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
         """The attribution of each component of ``x``, ``[1, token, width]``."""
