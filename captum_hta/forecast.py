@@ -107,8 +107,8 @@ def forecast(
         >>> forecast(bert, tokens=64).way, forecast(bert, tokens=64, queries=1).way
         ('forward', 'reverse')
         >>> exact, probes = forecast(bert, tokens=64), forecast(bert, tokens=64, n_probes=16)
-        >>> round(exact.flops / probes.flops)
-        28
+        >>> exact.flops > 20 * probes.flops
+        True
     """
     _check(size, tokens, source, target, norm, n_probes, batch)
     first = source if isinstance(source, int) else 0

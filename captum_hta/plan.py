@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import psutil
 import torch
 
 WAYS = ("closed form", "forward", "reverse", "probes")
 REVERSE_OVERHEAD = 1.5
 """A backward pass through autograd takes about this times as long as the same FLOPs of a sweep."""
 MEMORY_SHARE = 0.25
-"""Share of the free memory that may be used."""
+"""Share of the available memory that may be used."""
 CPU_MEMORY = 2 << 30
 """But at most these bytes on a CPU."""
 CACHE = 12 << 20
@@ -164,9 +164,8 @@ def memory_budget(device: torch.device) -> float:
     """Bytes of extra memory that an attribution may take."""
     if device.type == "cuda":
         return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
-    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(MEMORY_SHARE * free, CPU_MEMORY)
+    if device.type == "cpu":
+        return min(MEMORY_SHARE * psutil.virtual_memory().available, CPU_MEMORY)
     return CPU_MEMORY
 
 

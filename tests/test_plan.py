@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from captum_hta import HiddenTokenAttribution, Work, contributions, plan
 from captum_hta.integrations.transformer_lens import load_model
-from captum_hta.plan import CACHE, CPU_MEMORY, LIVE_STACKS, chunk_size, memory_budget
+from captum_hta.plan import CACHE, CPU_MEMORY, LIVE_STACKS, MEMORY_SHARE, chunk_size, memory_budget
 
 BERT = Work(
     tokens=32, width=384, queries=32, heads=12, target_widths=[384] * 6,
@@ -63,6 +65,13 @@ def test_chunks_fit_the_caches_and_the_budget() -> None:
     assert chunk_size(1e12, cpu) == 1
     assert 0 < memory_budget(cpu) <= CPU_MEMORY
     assert plan(BERT).memory == LIVE_STACKS * plan(BERT).chunk * BERT.tangent_bytes
+
+
+def test_the_budget_is_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that only caches files can be had: a plan must not depend on what was read before."""
+    memory = SimpleNamespace(available=1 << 30, free=0)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert memory_budget(torch.device("cpu")) == MEMORY_SHARE * (1 << 30)
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
