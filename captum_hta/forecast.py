@@ -235,7 +235,9 @@ class _Asked:
         """The feed-forward parts that are worth condensing."""
         size = self.size
         shape = (self.batch, self.tokens, size.width, size.width)
-        part = Stretch((), 0, 0, shape, int(self.batch * size.feed_forward(self.tokens)))
+        flops = int(self.batch * size.feed_forward(self.tokens))
+        first = flops * (1 + size.gated) // (2 + size.gated)
+        part = Stretch((), 0, 0, shape, flops, first)
         share = causal_share(self.tokens) if size.causal else 1.0
         count = self.tokens * (self.n_probes or size.width) * share
         chunk = chunk_size(self._widest(False) * self.dtype.itemsize, self.device)
