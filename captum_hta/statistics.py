@@ -35,12 +35,31 @@ def row_correlations(first: Array, second: Array) -> tuple[Array, Array]:
         >>> pearson.round(2), spearman.round(2)
         (array([0.99]), array([1.]))
     """
-    if first.shape[-1] < SHORTEST_ROW:
-        undefined = np.full(first.shape[:-1], np.nan)
-        return undefined, undefined.copy()
-    varied = _varies(first) & _varies(second)  # which NaN does not
-    ranks = stats.rankdata(first, axis=-1), stats.rankdata(second, axis=-1)
-    return _pearson(first, second, varied), _pearson(*ranks, varied)
+    return StandardRows.of(first).correlations(StandardRows.of(second))
+
+
+@dataclass(frozen=True)
+class StandardRows:
+    """Rows of mean zero and length one, whose products are correlations; NaN where a row is constant, shorter
+    than :data:`SHORTEST_ROW`, or holds NaN.
+
+    Attributes:
+        values: ``[..., key]``.
+        ranks: The same of their ranks.
+    """
+
+    values: Array
+    ranks: Array
+
+    @classmethod
+    def of(cls, values: Array) -> StandardRows:
+        """Of any rows."""
+        return cls(_standard(values, _varies(values)), standard_ranks(values))
+
+    def correlations(self, other: StandardRows) -> tuple[Array, Array]:
+        """Pearson's and Spearman's correlations, ``[...]``."""
+        pairs = ((self.values, other.values), (self.ranks, other.ranks))
+        return tuple(np.einsum("...k,...k->...", *pair).clip(-1, 1) for pair in pairs)
 
 
 def visible(queries: int, causal: bool) -> Iterator[tuple[slice, slice]]:
@@ -106,25 +125,18 @@ def _jensen_shannon(first: Array, second: Array) -> Array:
         return distance.jensenshannon(np.abs(first), np.abs(second), base=2, axis=-1)
 
 
-def _pearson(first: Array, second: Array, varied: NDArray[np.bool_]) -> Array:
-    """Pearson's correlation of the rows that vary, NaN for the others."""
-    result = np.full(varied.shape, np.nan)
-    if varied.any():
-        result[varied] = stats.pearsonr(first[varied], second[varied], axis=-1).statistic
-    return result
-
-
 def standard_ranks(values: Array) -> Array:
     """Rows ``[..., key]`` as ranks of mean zero and length one, so that their products are Spearman's
     correlations; NaN where a row is constant, shorter than :data:`SHORTEST_ROW`, or holds NaN.
     """
-    if values.shape[-1] < SHORTEST_ROW:
-        return np.full(values.shape, np.nan)
-    ranks = stats.rankdata(values, axis=-1)
-    ranks = ranks - ranks.mean(-1, keepdims=True)
-    length = np.linalg.norm(ranks, axis=-1, keepdims=True)
-    defined = _varies(values)[..., None]
-    return np.divide(ranks, length, out=np.full_like(ranks, np.nan), where=defined)
+    varied = _varies(values)
+    return _standard(stats.rankdata(values, axis=-1) if varied.any() else values, varied)
+
+
+def _standard(rows: Array, varied: NDArray[np.bool_]) -> Array:
+    centred = rows - rows.mean(-1, keepdims=True) if rows.size else rows
+    length = np.linalg.norm(centred, axis=-1, keepdims=True)
+    return np.divide(centred, length, out=np.full(rows.shape, np.nan), where=varied[..., None])
 
 
 def ranked_rows(values: Array, causal: bool) -> Array:
@@ -138,7 +150,9 @@ def ranked_rows(values: Array, causal: bool) -> Array:
 
 
 def _varies(rows: Array) -> NDArray[np.bool_]:
-    """Whether the values of a row differ by more than rounding."""
+    """Whether the values of a row differ by more than rounding, and are enough for a correlation."""
+    if rows.shape[-1] < SHORTEST_ROW:
+        return np.zeros(rows.shape[:-1], dtype=bool)
     largest = np.abs(rows).max(-1)
     return np.ptp(rows, axis=-1) > ROUNDING * largest
 

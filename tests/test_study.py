@@ -20,7 +20,7 @@ from scipy import stats
 
 from captum_hta import report
 from captum_hta.contributions import Contributions, contributions
-from captum_hta.corpus import read_texts, shipped_pairs
+from captum_hta.corpus import Choice, read_texts, shipped_pairs
 from captum_hta.study import Setting, Study, run
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
@@ -48,11 +48,6 @@ FILES = {
 # --- input ----------------------------------------------------------------------------------------
 
 
-def good(text: Any) -> str | None:
-    """A check that every text passes."""
-    return None
-
-
 def lines(folder: Path, *content: bytes) -> Path:
     """A file of these lines."""
     path = folder / "texts.jsonl"
@@ -78,7 +73,7 @@ def lines(folder: Path, *content: bytes) -> Path:
 )
 def test_good_lines(tmp_path: Path, line: bytes, text: Any) -> None:
     """A line is an example in whatever way JSON may be written."""
-    assert read_texts(lines(tmp_path, line), good) == ([text], [])
+    assert read_texts(lines(tmp_path, line), Choice()) == ([text], [])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +102,7 @@ def test_good_lines(tmp_path: Path, line: bytes, text: Any) -> None:
 def test_bad_lines_have_number_and_reason(tmp_path: Path, line: bytes, problem: str) -> None:
     """They are told apart from the good ones around them; blank lines count but say nothing."""
     path = lines(tmp_path, b'{"text": "a"}', b"", b" \t\r", line, b'{"text": "b"}', b"")
-    texts, (bad,) = read_texts(path, good)
+    texts, (bad,) = read_texts(path, Choice())
     assert texts == ["a", "b"]
     assert bad.number == 4
     assert str(bad).startswith(f"line 4: {problem}")
@@ -115,21 +110,21 @@ def test_bad_lines_have_number_and_reason(tmp_path: Path, line: bytes, problem: 
 
 def test_a_bad_line_has_one_line_number(tmp_path: Path) -> None:
     """JSON's own "line 1" is not the line of the file, and would only confuse."""
-    (bad,) = read_texts(lines(tmp_path, b"", b"{'text': 'a'}"), good)[1]
+    (bad,) = read_texts(lines(tmp_path, b"", b"{'text': 'a'}"), Choice())[1]
     assert "line 1" not in str(bad)
 
 
 def test_half_a_character_is_a_bad_line(tmp_path: Path) -> None:
     """A lone surrogate is valid JSON but no text: tokenizers crash on it."""
     path = lines(tmp_path, rb'{"text": "a \ud83d"}', rb'{"premise": "a", "hypothesis": "\udc00"}')
-    texts, bad = read_texts(path, good)
+    texts, bad = read_texts(path, Choice())
     assert (texts, [line.number for line in bad]) == ([], [1, 2])
 
 
 def test_the_check_decides_about_texts(tmp_path: Path) -> None:
     """It sees the texts of all lines that are well formed, and its words are the reason."""
     path = lines(tmp_path, b'{"text": "a"}', b"no", b'{"text": "long"}', b'{"text": "b"}')
-    texts, bad = read_texts(path, lambda text: "too long" if len(text) > 1 else None)
+    texts, bad = read_texts(path, Choice(lambda text: "too long" if len(text) > 1 else None))
     assert texts == ["a", "b"]
     assert [line.number for line in bad] == [2, 3]
     assert str(bad[1]) == "line 3: too long"
@@ -141,26 +136,26 @@ def test_the_check_decides_about_texts(tmp_path: Path) -> None:
 def test_limit_counts_good_lines(tmp_path: Path, limit: int, texts: int, bad: int) -> None:
     """Reading stops with the last of them, so that what comes after is not complained about."""
     line = b'{"text": "a"}'
-    found = read_texts(lines(tmp_path, line, b"bad", line, b"", line, b"bad"), good, limit)
+    found = read_texts(lines(tmp_path, line, b"bad", line, b"", line, b"bad"), Choice(limit=limit))
     assert list(map(len, found)) == [texts, bad]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\r\n \n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n"])
 def test_an_empty_file_has_no_example(tmp_path: Path, content: bytes) -> None:
     """Nothing to read is nothing bad."""
-    assert read_texts(lines(tmp_path, content), good) == ([], [])
+    assert read_texts(lines(tmp_path, content), Choice()) == ([], [])
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])
 def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
     """It is an OSError, as documented."""
     with pytest.raises(OSError, match=r"No such file|Is a directory"):
-        read_texts(tmp_path / name, good)
+        read_texts(tmp_path / name, Choice())
 
 
 def test_shipped_pairs() -> None:
     """64 good lines, no two the same, with labels in balance."""
-    texts, bad = read_texts(shipped_pairs(), good)
+    texts, bad = read_texts(shipped_pairs(), Choice())
     records = [json.loads(line) for line in shipped_pairs().read_text("utf-8").splitlines()]
     assert (len(texts), bad, len(records)) == (64, [], 64)
     assert len(set(texts)) == len({premise for premise, _ in texts}) == 64
