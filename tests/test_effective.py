@@ -48,6 +48,26 @@ def test_effective_attention_head_by_head(tokens: int) -> None:
         np.testing.assert_allclose(found[at], pattern[at] - pattern[at] @ null @ null.T, atol=1e-12)
 
 
+@pytest.mark.parametrize("repeated", [False, True], ids=["small_values", "repeated_token"])
+def test_rank_in_single_precision(repeated: bool) -> None:
+    """What is small is let through, as long as single precision tells it from nothing; what is not there is
+    not.
+    """
+    rng = np.random.default_rng(0)
+    turns = linalg.qr(rng.normal(size=(32, 32)))[0], linalg.qr(rng.normal(size=(32, 32)))[0]
+    value = turns[0] * np.geomspace(1, 7e-6, 32) @ turns[1]  # as some heads of a real BERT have
+    weight = linalg.qr(rng.normal(size=(384, 32)), mode="economic")[0].T
+    pattern = patterns(1, 1, 32)[0, 0]
+    if repeated:
+        value = turns[0] @ turns[1]
+        value[1] = value[0]
+    expected = pattern.copy()
+    if repeated:
+        expected[:, :2] = pattern[:, :2].mean(-1, keepdims=True)  # less what lies along (1, -1)
+    found = effective_attention(*(torch.tensor(array).float() for array in (pattern, value, weight)))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["both_ways", "causal"])
 def test_entry_by_entry(causal: bool) -> None:
     """Correlations of each head; NaN of a matrix that is constant."""

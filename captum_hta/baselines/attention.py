@@ -58,7 +58,7 @@ def effective_attention(pattern: Tensor, value: Tensor, weight: Tensor) -> Tenso
     """
     corner = torch.linalg.qr(weight.mT, mode="r").R.mT  # V W_O is V times this, turned in the width
     basis, singular, _ = torch.linalg.svd(value @ corner, full_matrices=False)
-    longest = max(value.shape[-2], weight.shape[-1])
+    longest = max(value.shape[-2:])  # not the width: single precision keeps values smaller than that allows
     tolerance = longest * torch.finfo(singular.dtype).eps * singular[..., :1]  # as numpy's matrix_rank
     let_through = basis * (singular > tolerance)[..., None, :]
     return pattern @ let_through @ let_through.mT
