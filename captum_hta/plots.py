@@ -17,6 +17,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
 
+from captum_hta.patterns import PatternExamples
+
 ATTENTION, PREVIOUS, INPUT = "#4c72b0", "#55a868", "#c44e52"
 STYLE = {
     "font.size": 9,
@@ -361,6 +363,47 @@ def neighbours_figure(mixing: pd.DataFrame) -> Figure:
         axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
         if columns:
             figure.legend(title="distance", loc="outside right center", frameon=False)
+    return figure
+
+
+def pattern_figure(examples: PatternExamples) -> Figure:
+    """Pascual et al. 2021, Figure 7: for each pattern a head whose attention is of it, in one text, and
+    beside it what the head takes in.
+    """
+    return heatmaps(examples.maps, examples.tokens, examples.titles)
+
+
+def effective_figure(table: pd.DataFrame, d_head: int) -> Figure:
+    """Brunner et al. 2020, Figure 1 (a): the correlation of attention with effective attention by the length
+    of texts, a line a layer with its standard error.
+
+    Args:
+        table: As :meth:`captum_hta.effective.EffectiveAgreement.table` gives.
+        d_head: Width of a head's output, up to which all of the attention has an effect.
+    """
+    layers = sorted(table["layer"].unique())
+    shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, max(1, len(layers))))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.8, 3.6), layout="constrained")
+        axis = figure.subplots()
+        lines = []
+        for layer, shade in zip(layers, shades, strict=True):
+            one = table[table["layer"] == layer].sort_values("shortest")
+            middle = (one["shortest"] + one["longest"]) / 2
+            lines.append(
+                axis.errorbar(
+                    middle, one["correlation"], one["correlation_error"], color=shade, marker="o",
+                    markersize=3, elinewidth=0.8, label=layer,
+                )
+            )  # fmt: skip
+        width = axis.axvline(d_head + 0.5, color="0.4", linestyle="--", label=f"width of a head, {d_head}")
+        axis.set_xlabel("tokens of the text")
+        axis.set_ylabel("Pearson correlation of attention\nand effective attention")
+        axis.grid(axis="y", color="0.92")
+        axis.set_axisbelow(True)
+        axis.legend(handles=[width], frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
+        columns = 1 + (len(layers) - 1) // 12
+        figure.legend(handles=lines, loc="outside right center", frameon=False, title="layer", ncols=columns)
     return figure
 
 

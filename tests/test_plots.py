@@ -19,7 +19,9 @@ from matplotlib.legend import Legend
 from matplotlib.text import Text
 
 from captum_hta import plots, report
+from captum_hta.effective import EffectiveAgreement
 from captum_hta.mixing import Mixing
+from captum_hta.patterns import PATTERNS, PatternExamples
 
 WORDS = [
     "[CLS]", "the", "ladder", "is", "in", "Ġgarage", "##ing", ",", "é", "ß", "Ω", "я", "$", "50%",
@@ -127,6 +129,23 @@ def of_hidden_tokens(layers: int, distances: int) -> pd.DataFrame:
     return mixing.table()
 
 
+def of_patterns(tokens: int) -> PatternExamples:
+    """A head of each pattern, in a text of so many tokens."""
+    titles = [f"{pattern}: layer 11, head {head}" for head, pattern in enumerate(PATTERNS)]
+    labels = list(itertools.islice(itertools.cycle(WORDS), tokens))
+    return PatternExamples(labels, titles, maps(tokens, len(titles)))
+
+
+def of_lengths(layers: int, lengths: list[int]) -> pd.DataFrame:
+    """A table of agreement, of two texts of each length."""
+    agreement = EffectiveAgreement.empty(list(range(layers)), max(lengths), 32)
+    rng = np.random.default_rng(0)
+    for length in lengths * 2:
+        attention = rng.dirichlet(np.full(length, 0.3), (layers, 3, length))
+        agreement.add(attention, attention + rng.normal(0, 1e-3 * length, attention.shape))
+    return agreement.table()
+
+
 CASES: dict[str, tuple[Any, ...]] = {
     f"heatmap_{tokens}x{rows}": (heatmap, tokens, rows)
     for tokens, rows in ((1, 1), (3, 1), (4, 2), (25, 1), (60, 1))
@@ -159,6 +178,14 @@ CASES |= {
     f"{name}_{layers}x{distances}": (make, of_hidden_tokens(layers, distances))
     for name, make in (("own", plots.own_share_figure), ("neighbours", plots.neighbours_figure))
     for layers, distances in ((1, 0), (6, 3), (24, 10))
+}
+CASES |= {
+    f"patterns_{tokens}": (lambda tokens: plots.pattern_figure(of_patterns(tokens)), tokens)
+    for tokens in (8, 30)
+}
+CASES |= {
+    f"effective_{layers}x{len(lengths)}": (plots.effective_figure, of_lengths(layers, lengths), 32)
+    for layers, lengths in ((1, [20]), (6, [10, 30, 40, 90]), (24, [8, 50]))
 }
 SMALL = ["overlay_3x3", "heatmap_3x1", "correlation_2x2", "positions_2x2", "centres_2x2"]
 
@@ -377,6 +404,30 @@ def test_undefined_centres_are_left_out() -> None:
     drawn(plots.centre_figure(table, ["attention", "input"]))
 
 
+def test_pattern_figure() -> None:
+    """A row a pattern, titled by it, with all maps that there are."""
+    examples = of_patterns(5)
+    figure = plots.pattern_figure(examples)
+    shown = [panel.get_title() for panel in panels(figure)]
+    assert shown == [f"{title}\n{name}" for title in examples.titles for name in plots.MAPS.values()]
+    for panel, (row, name) in zip(panels(figure), itertools.product(range(5), plots.MAPS), strict=True):
+        np.testing.assert_array_equal(panel.images[0].get_array(), examples.maps[name][row])
+        assert [tick.get_text() for tick in panel.get_xticklabels()] == WORDS[:5]
+
+
+def test_effective_figure() -> None:
+    """A line a layer through the middle of its bins, and one where texts get longer than a head is wide."""
+    table = of_lengths(3, [10, 30, 90])
+    figure = plots.effective_figure(table, 32)
+    *lines, width = [line for line in figure.axes[0].lines if line.get_linestyle() != "None"]
+    assert set(width.get_xdata()) == {32.5}
+    for layer, line in enumerate(lines):
+        found = table[table["layer"] == layer]
+        np.testing.assert_array_equal(line.get_xdata(), [12.5, 28.5, 92.5])
+        np.testing.assert_array_equal(line.get_ydata(), found["correlation"])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["0", "1", "2"]
+
+
 # --- that it can be read --------------------------------------------------------------------------
 
 
@@ -386,6 +437,7 @@ def test_the_figures_of_a_study_are_all_here() -> None:
     made = {
         "heatmaps", "overlays", "correlation_figure", "histogram_figure", "centre_figure",
         "agreement_figure", "faithfulness_figure", "own_share_figure", "neighbours_figure",
+        "pattern_figure", "effective_figure",
     }  # fmt: skip
     own = {name for name in public if vars(plots)[name].__module__ == plots.__name__}
     assert own - {"undrawable"} == made

@@ -42,9 +42,23 @@ class EffectiveAttention(Baseline):
     def of(self, example: Example) -> Tensor:
         """The values of one text, without the batch axis."""
         weights = torch.stack([wide(one.weight) for one in example.projections])
-        corner = torch.linalg.qr(weights.mT, mode="r").R.mT  # V W_O is V times this, turned in the width
-        basis, singular, _ = torch.linalg.svd(example.value @ corner, full_matrices=False)
-        longest = max(example.value.shape[-2], weights.shape[-1])
-        tolerance = longest * torch.finfo(singular.dtype).eps * singular[..., :1]  # as numpy's matrix_rank
-        let_through = basis * (singular > tolerance)[..., None, :]
-        return example.pattern @ let_through @ let_through.mT
+        return effective_attention(example.pattern, example.value, weights)
+
+
+def effective_attention(pattern: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+    """Attention without its part in the left null space of the values after the output projection.
+
+    Args:
+        pattern: ``[..., query, key]``.
+        value: ``[..., key, d_head]``.
+        weight: Of the output projection, ``[..., d_head, width]``.
+
+    Returns:
+        Of the shape of ``pattern``; see :class:`EffectiveAttention`.
+    """
+    corner = torch.linalg.qr(weight.mT, mode="r").R.mT  # V W_O is V times this, turned in the width
+    basis, singular, _ = torch.linalg.svd(value @ corner, full_matrices=False)
+    longest = max(value.shape[-2:])  # not the width: single precision keeps values smaller than that allows
+    tolerance = longest * torch.finfo(singular.dtype).eps * singular[..., :1]  # as numpy's matrix_rank
+    let_through = basis * (singular > tolerance)[..., None, :]
+    return pattern @ let_through @ let_through.mT
