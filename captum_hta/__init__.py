@@ -7,6 +7,7 @@ from captum_hta.direction import logit_direction
 from captum_hta.faithfulness import faithfulness
 from captum_hta.forecast import Size, forecast
 from captum_hta.plan import Plan, Work, plan
+from captum_hta.study_folder import open_study
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "faithfulness",
     "forecast",
     "logit_direction",
+    "open_study",
     "plan",
 ]

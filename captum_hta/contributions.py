@@ -22,6 +22,7 @@ from captum_hta.norms import Energy, check_norm, shares
 from captum_hta.plan import Plan
 from captum_hta.precision import matmul_precision
 from captum_hta.request import check_probes
+from captum_hta.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 TARGETS = ("head", "layer")
@@ -231,12 +232,16 @@ def contributions(
     settings = {"result": _setting(model, **asked)}
     encodings = [encoded(model, text, number, truncation) for number, text in enumerate(texts)]
     with progress(desc="Contributions", total=len(texts)) if show_progress else NullProgress() as bar:
-        result = _jointly(model, encodings, settings, bar.update)["result"]
+        result = _jointly(model, encodings, settings, advance=bar.update)["result"]
     return replace(result, cut=_cut(model, texts, encodings)) if truncation else result
 
 
 def jointly(
-    model: Model, encodings: Sequence[Encoding], asked: Mapping[str, Mapping[str, Any]]
+    model: Model,
+    encodings: Sequence[Encoding],
+    asked: Mapping[str, Mapping[str, Any]],
+    look: Callable[[list[int], list[Attention]], object] = lambda rows, attention: None,
+    watch: Stopwatch | None = None,
 ) -> dict[str, Contributions]:
     """Several contributions of the same texts, by name, with what they have in common found once.
 
@@ -245,24 +250,33 @@ def jointly(
         encodings: Texts as the model reads them.
         asked: For each result what is asked of :func:`contributions`. Those that differ in ``target`` alone
             share a sweep; all share the model's attention.
+        look: Called with the numbers of the texts of each batch and the attention of every layer.
+        watch: Counts the time of each part.
 
     Raises:
         ValueError: As :func:`contributions`.
     """
     settings = {name: _setting(model, **one) for name, one in asked.items()}
-    return _jointly(model, encodings, settings, lambda count: None)
+    return _jointly(model, encodings, settings, look=look, watch=watch)
 
 
 def _jointly(
     model: Model,
     encodings: Sequence[Encoding],
     settings: Mapping[str, _Setting],
-    advance: Callable[[int], object],
+    advance: Callable[[int], object] = lambda count: None,
+    look: Callable[[list[int], list[Attention]], object] = lambda rows, attention: None,
+    watch: Stopwatch | None = None,
 ) -> dict[str, Contributions]:
     collected = {name: _Collected(model, encodings, setting) for name, setting in settings.items()}
+    watch = watch or Stopwatch()
     for rows in _batches(encodings):
         with without_autocast():
-            _collect(model, model.batch([encodings[row] for row in rows]), rows, settings, collected)
+            batch = model.batch([encodings[row] for row in rows])
+            with watch("attention"):
+                attention = model.attention(batch)
+                look(rows, attention)
+            _collect(model, batch, rows, attention, settings, collected, watch)
         advance(len(rows))
     return {name: store.result() for name, store in collected.items()}
 
@@ -271,17 +285,19 @@ def _collect(
     model: Model,
     batch: Batch,
     rows: list[int],
+    attention: list[Attention],
     settings: Mapping[str, _Setting],
     collected: Mapping[str, _Collected],
+    watch: Stopwatch,
 ) -> None:
     """Find all that is asked of a batch of texts."""
-    attention = model.attention(batch)
     for alike in _alike(settings):
         stores = [collected[name] for name in alike]
-        keys = stores[0].keys_of(rows)
-        energies, plans = _batch_energies(model, batch, attention, keys, [settings[name] for name in alike])
-        for store, found in zip(stores, energies, strict=True):
-            store.add(rows, batch, attention, found, plans)
+        keys, asked = stores[0].keys_of(rows), [settings[name] for name in alike]
+        with watch(" and ".join(alike)):
+            energies, plans = _batch_energies(model, batch, attention, keys, asked)
+            for store, found in zip(stores, energies, strict=True):
+                store.add(rows, batch, attention, found, plans)
 
 
 def _alike(settings: Mapping[str, _Setting]) -> list[list[str]]:

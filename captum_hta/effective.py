@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy import stats
 
-from captum_hta.statistics import ROUNDING, Mean
+from captum_hta.statistics import Mean, standard_values
 
 Array = NDArray[np.float64]
 STEP = 8
@@ -99,22 +98,13 @@ def matrix_correlations(first: Array, second: Array) -> Array:
         second: Of the same shape.
 
     Returns:
-        ``[layer, head]``; NaN where a matrix is constant.
+        ``[layer, head]``; NaN where a matrix is constant, or has fewer than three entries.
     """
     queries, keys = first.shape[-2:]
     causal = queries == keys and not np.triu(first, 1).any()
     seen = np.tri(queries, keys, dtype=bool) if causal else np.ones((queries, keys), dtype=bool)
-    one, two = first[..., seen], second[..., seen]
-    varied = _varies(one) & _varies(two)
-    found = np.full(varied.shape, np.nan)
-    if varied.any():
-        found[varied] = stats.pearsonr(one[varied], two[varied], axis=-1).statistic
-    return found
-
-
-def _varies(entries: Array) -> NDArray[np.bool_]:
-    """Whether entries differ by more than rounding."""
-    return np.ptp(entries, axis=-1) > ROUNDING * np.abs(entries).max(-1)
+    one, two = (standard_values(matrices[..., seen]) for matrices in (first, second))
+    return np.einsum("lhk,lhk->lh", one, two).clip(-1, 1)
 
 
 def _at(correlations: Array, place: int, bins: int) -> Array:

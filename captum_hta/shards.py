@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 Array = NDArray[np.float64]
@@ -37,7 +38,8 @@ class Shards:
         facts = json.loads(json.dumps(dict(facts)))
         known = self._read_facts()
         if known is None:
-            write_whole(folder / "settings.json", json.dumps(facts, indent=2).encode())
+            text = json.dumps(facts, indent=2)
+            write_whole(folder / "settings.json", lambda path: path.write_text(text, "utf-8"))
         elif known != facts:
             raise OtherRunError(_difference(folder, known, facts))
 
@@ -45,32 +47,44 @@ class Shards:
         path = self.folder / "settings.json"
         return json.loads(path.read_text("utf-8")) if path.exists() else None
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number:06}.safetensors"
+    def _path(self, part: int | str) -> Path:
+        return self.folder / f"{part if isinstance(part, str) else f'{part:06}'}.safetensors"
 
-    def __contains__(self, number: int) -> bool:
-        return self._path(number).exists()
+    def __contains__(self, part: int | str) -> bool:
+        return self._path(part).exists()
 
-    def write(self, number: int, arrays: Mapping[str, Array]) -> None:
-        """Keep the part of that number."""
-        path = self._path(number).with_suffix(f".{os.getpid()}.part")
+    def write(self, part: int | str, arrays: Mapping[str, Array]) -> None:
+        """Keep the part of that number or name."""
+        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        write_whole(self._path(part), lambda path: save_file(contiguous, path))
+
+    def read(self, part: int | str) -> dict[str, Array]:
+        """The part of that number or name.
+
+        Raises:
+            OSError: If it cannot be read; says what to do.
+        """
         try:
-            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
-            os.replace(path, self._path(number))
-        finally:
-            path.unlink(missing_ok=True)
-
-    def read(self, number: int) -> dict[str, Array]:
-        """The part of that number."""
-        return load_file(self._path(number))
+            return load_file(self._path(part))
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"{self._path(part)} cannot be read ({error}): delete it, and it is computed again"
+            ) from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file such that it is there whole, or not at all."""
-    part = path.with_suffix(f"{path.suffix}.{os.getpid()}.part")
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` write a file such that it is there whole, or not at all.
+
+    Raises:
+        OSError: If the file cannot be written; names it and what to do.
+    """
+    part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        part.write_bytes(content)
+        write(part)
         os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise OSError(f"{path} cannot be written ({reason}): make room, or name another folder") from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -54,7 +54,7 @@ class StandardRows:
     @classmethod
     def of(cls, values: Array) -> StandardRows:
         """Of any rows."""
-        return cls(_standard(values, _varies(values)), standard_ranks(values))
+        return cls(standard_values(values), standard_ranks(values))
 
     def correlations(self, other: StandardRows) -> tuple[Array, Array]:
         """Pearson's and Spearman's correlations, ``[...]``."""
@@ -123,6 +123,13 @@ def _top_overlap(first: Array, second: Array, top: int) -> Array:
 def _jensen_shannon(first: Array, second: Array) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):
         return distance.jensenshannon(np.abs(first), np.abs(second), base=2, axis=-1)
+
+
+def standard_values(values: Array) -> Array:
+    """Rows ``[..., key]`` of mean zero and length one, so that their products are Pearson's correlations; NaN
+    where a row is constant, shorter than :data:`SHORTEST_ROW`, or holds NaN.
+    """
+    return _standard(values, _varies(values))
 
 
 def standard_ranks(values: Array) -> Array:

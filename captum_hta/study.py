@@ -7,22 +7,41 @@ and where, relative to the query, both lie.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from captum_hta.baselines.attention import effective_attention
 from captum_hta.contributions import Contributions, encoded, groups, jointly
+from captum_hta.effective import EffectiveAgreement
 from captum_hta.forecast import in_all
+from captum_hta.identifiability import SENTENCES, Identifiability, identify
 from captum_hta.mixing import Mixing
-from captum_hta.model import Encoding, Model, Text
+from captum_hta.model import Attention, Encoding, Model, Text
+from captum_hta.patterns import (
+    Candidate,
+    PatternExamples,
+    Patterns,
+    delimiters,
+    pattern_examples,
+    text_to_show,
+)
 from captum_hta.plan import Plan
 from captum_hta.shards import Shards
-from captum_hta.statistics import Distribution, Mean, RelativePosition, row_correlations
+from captum_hta.statistics import Distribution, Mean, RelativePosition, StandardRows
+from captum_hta.stopwatch import Stopwatch
+from captum_hta.study_folder import keep
 
+Matrices = dict[str, NDArray]
 SOURCES = ("previous_layer", "input")
 DEFAULT_PROBES = 16
 HIDDEN = "hidden"
@@ -43,6 +62,9 @@ class Setting:
         tolerance: Standard error at which to stop adding probes.
         seed: Seed of the probes.
         truncation: Cut texts that are longer than the model reads.
+        exclude_special: Leave special tokens out of all statistics, as if they were not there: rows of the
+            others are scaled to sum to 1 again. Patterns then know no delimiters; effective attention, which
+            is of whole matrices, keeps them.
     """
 
     layers: list[int] | None = None
@@ -52,6 +74,7 @@ class Setting:
     tolerance: float | None = None
     seed: int = 0
     truncation: bool = False
+    exclude_special: bool = False
 
 
 # --- accumulation ----------------------------------------------------------------------------------
@@ -70,7 +93,14 @@ class Study:
         largest_errors: For each such source the largest of them.
         tokens: Number of tokens of each example.
         ways: For each source the ways that were taken, each with its operations in all.
+        watch: Where the time went.
+        exclude_special: As of :class:`Setting`.
         mixing: What contributions to hidden embeddings tell; ``None`` where they are not asked for.
+        patterns: Of which simple patterns heads are; ``None`` for cross attention.
+        effective: How far attention agrees with effective attention; ``None`` where the model does not show
+            what that takes.
+        identifiability: How well hidden tokens tell their input tokens; ``None`` until it is measured.
+        shown: A text that shows heads of simple patterns; ``None`` until one is chosen.
     """
 
     layers: list[int]
@@ -82,14 +112,20 @@ class Study:
     largest_errors: dict[str, float] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     ways: dict[str, list[Plan]] = field(default_factory=dict)
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    exclude_special: bool = False
     mixing: Mixing | None = None
+    patterns: Patterns | None = None
+    effective: EffectiveAgreement | None = None
+    identifiability: Identifiability | None = None
+    shown: PatternExamples | None = None
 
     @classmethod
-    def empty(cls, layers: Sequence[int], heads: int, longest: int, hidden: bool = False) -> Study:
-        """A study of no example, for texts of at most ``longest`` tokens; of hidden embeddings too."""
+    def empty(cls, layers: Sequence[int], heads: int, longest: int, **analyses: Any) -> Study:
+        """A study of no example, for texts of at most ``longest`` tokens, with what else it holds by name."""
         shape = (len(layers), heads)
         return cls(
-            mixing=Mixing.empty(list(layers)) if hidden else None,
+            **analyses,
             layers=list(layers),
             heads=heads,
             pearson={source: Mean.zero(*shape) for source in SOURCES},
@@ -98,29 +134,53 @@ class Study:
             errors={source: Mean.zero(*shape) for source in SOURCES},
         )
 
-    def add(self, results: dict[str, Contributions]) -> None:
-        """Add one example's contributions by source, each of a single text without padding."""
-        attention = results["input"].attention[0].double().numpy()
+    def add(self, results: Mapping[str, Contributions], effective: NDArray | None = None) -> None:
+        """Add one example.
+
+        Args:
+            results: Its contributions by source, each of a single text without padding.
+            effective: Its effective attention ``[layer, head, query, key]``, where that is looked at.
+        """
+        whole = _array(results["input"].attention)
+        self.tokens.append(whole.shape[-2])
+        if self.effective is not None:
+            self.effective.add(whole, effective)
+        special = _special(results["input"], whole.shape[-1])
+        kept = ~special if self.exclude_special else np.ones_like(special)
+        attention = _among(whole, kept)
         self.positions["attention"].add(attention)
-        self.tokens.append(attention.shape[-2])
-        if self.mixing is not None:
-            self.mixing.add(results[HIDDEN].values[0].double().numpy())
+        rows = StandardRows.of(attention)
         for source in SOURCES:
-            result = results[source]
-            values = result.values[0].double().numpy()
-            pearson, spearman = row_correlations(attention, values)
+            values = _among(_array(results[source].values), kept)
+            pearson, spearman = rows.correlations(StandardRows.of(values))
             self.pearson[source].add(pearson)
             self.spearman[source].add(spearman)
             self.positions[source].add(values)
-            self._add_errors(source, result)
+            self._add_errors(source, results[source])
+        if self.mixing is not None:
+            self.mixing.add(_among(_array(results[HIDDEN].values), kept))
+        if self.patterns is not None:
+            self.patterns.add(attention, values, special[kept])
 
-    def add_group(self, model: Model, encodings: Sequence[Encoding], setting: Setting) -> None:
-        """Add a few texts."""
-        results = jointly(model, encodings, _asked(setting, self.mixing is not None))
-        for index in range(len(encodings)):
-            self.add({name: result.example(index) for name, result in results.items()})
+    def add_group(self, model: Model, encodings: Sequence[Encoding], setting: Setting) -> list[Matrices]:
+        """Add a few texts, and give the matrices of each."""
+        effective: dict[int, NDArray] = {}
+
+        def look(rows: list[int], attention: list[Attention]) -> None:
+            if self.effective is not None:
+                effective.update(_effective(model, self.layers, encodings, rows, attention))
+
+        asked = _asked(setting, self.mixing is not None)
+        results = jointly(model, encodings, asked, look, self.watch)
+        examples = [
+            {name: result.example(row) for name, result in results.items()} for row in range(len(encodings))
+        ]
+        with self.watch("statistics"):
+            for row, example in enumerate(examples):
+                self.add(example, effective.get(row))
         for source in SOURCES:
             self.note_plans(source, results[source].plans)
+        return [_matrices(example) for example in examples]
 
     # --- parts of a study
 
@@ -133,6 +193,8 @@ class Study:
             "positions": self.positions,
             "errors": self.errors,
             "mixing": {} if self.mixing is None else self.mixing.parts,
+            "patterns": {} if self.patterns is None else self.patterns.parts,
+            "effective": {} if self.effective is None else self.effective.parts,
         }
         return {f"{group}/{name}": one for group, parts in groups.items() for name, one in parts.items()}
 
@@ -141,6 +203,7 @@ class Study:
         for mine, others in zip(self._accumulators.values(), other._accumulators.values(), strict=True):
             mine.merge(others)
         self.tokens += other.tokens
+        self.watch.merge(other.watch)
         for source, largest in other.largest_errors.items():
             self.largest_errors[source] = max(self.largest_errors.get(source, 0.0), largest)
         for source, plans in other.ways.items():
@@ -155,6 +218,7 @@ class Study:
         }
         rest = {
             "tokens": self.tokens,
+            "seconds": self.watch.seconds,
             "largest_errors": self.largest_errors,
             "ways": {source: [asdict(plan) for plan in plans] for source, plans in self.ways.items()},
         }
@@ -166,6 +230,7 @@ class Study:
             one.merge(type(one).of({part: arrays[f"{name}/{part}"] for part in one.arrays()}))
         rest = json.loads(arrays["rest"].tobytes())
         self.tokens, self.largest_errors = rest["tokens"], rest["largest_errors"]
+        self.watch = Stopwatch(rest["seconds"])
         self.ways = {source: [Plan(**plan) for plan in plans] for source, plans in rest["ways"].items()}
         return self
 
@@ -274,6 +339,7 @@ def run(
     setting: Setting,
     advance: Callable[[float], object] = lambda cost: None,
     shards: Shards | None = None,
+    kept_in: Path | None = None,
 ) -> Study:
     """Do the study.
 
@@ -284,39 +350,86 @@ def run(
         advance: Called with the share of the whole cost that has been done.
         shards: Where parts that are done are kept, and are taken from: the numbers are the same. Default:
             ``None``, nowhere.
+        kept_in: A folder where every matrix is kept too; see :func:`captum_hta.open_study`. Default:
+            ``None``, nowhere.
 
     Raises:
-        ValueError: As :func:`captum_hta.contributions`.
-        OSError: If a part cannot be written.
+        ValueError: As :func:`captum_hta.contributions`; or if special tokens are to be left out and the
+            tokenizer does not tell them.
+        OSError: If a part cannot be written or read.
     """
-    encodings = [encoded(model, text, number, setting.truncation) for number, text in enumerate(texts)]
-    lengths = [len(encoding) for encoding in encodings]
-    longest = max((max(len(one), len(one.context or ())) for one in encodings), default=0)
-    if not encodings:
-        raise ValueError("there is no text to study")
-    total = sum(length**2 for length in lengths)
-    hidden = setting.norm != "spectral" and model.key_layers is None  # of a wide target that norm is dear
-    named = range(model.num_layers) if setting.layers is None else setting.layers
-    layers = [layer % model.num_layers for layer in named]
-
-    def empty() -> Study:
-        return Study.empty(layers, model.num_heads, longest, hidden)
-
-    study = empty()
-    for number, texts_of_part in enumerate(_parts(lengths)):
-        if shards is not None and number in shards:
-            part = empty().restore(shards.read(number))
-            advance(sum(lengths[row] ** 2 for rows in texts_of_part for row in rows) / total)
+    corpus = _Corpus(model, texts, setting)
+    parts = {} if shards is None else shards
+    study = corpus.empty()
+    for number, rows_of_part in enumerate(_parts(corpus.lengths)):
+        if number in parts:
+            part = corpus.empty().restore(parts.read(number))
+            advance(sum(map(corpus.share, rows_of_part)))
         else:
-            part = empty()
-            for rows in texts_of_part:
-                part.add_group(model, [encodings[row] for row in rows], setting)
-                for row in rows:
-                    advance(lengths[row] ** 2 / total)
+            part = _part(corpus, number, rows_of_part, advance, kept_in)
             if shards is not None:
                 shards.write(number, part.arrays())
         study.merge(part)
+    if corpus.is_selfattention:
+        study.identifiability = _identifiability(corpus, study.watch, shards)
+        study.shown = _example(corpus, study)
     return study
+
+
+class _Corpus:
+    """Texts with their lengths; they are read again whenever they are needed."""
+
+    def __init__(self, model: Model, texts: Sequence[Text], setting: Setting) -> None:
+        if not texts:
+            raise ValueError("there is no text to study")
+        self.model, self.texts, self.setting = model, texts, setting
+        lengths, self.longest = [], 0
+        for row in range(len(texts)):
+            one = self.read(row)
+            lengths.append(len(one))
+            self.longest = max(self.longest, len(one), len(one.context or ()))
+        self.lengths: list[int] = lengths
+        named = range(model.num_layers) if setting.layers is None else setting.layers
+        self.layers = [layer % model.num_layers for layer in named]
+        self._cost = sum(length**2 for length in lengths)
+        if setting.exclude_special and not delimiters(self.read(0)).any():
+            raise ValueError(
+                f"the tokenizer of {model.name} does not tell special tokens: they cannot be excluded"
+            )
+
+    def read(self, row: int) -> Encoding:
+        return encoded(self.model, self.texts[row], row, self.setting.truncation)
+
+    def share(self, rows: Sequence[Sequence[int]]) -> float:
+        """The share of the whole cost that groups of texts have."""
+        return sum(self.lengths[row] ** 2 for group in rows for row in group) / self._cost
+
+    @property
+    def is_selfattention(self) -> bool:
+        return self.model.key_layers is None
+
+    def empty(self) -> Study:
+        """A study that can hold them."""
+        model, layers = self.model, self.layers
+        analyses: dict[str, Any] = {"exclude_special": self.setting.exclude_special}
+        if self.is_selfattention:
+            analyses["patterns"] = Patterns.empty(layers, model.num_heads)
+            if self.setting.norm != "spectral":  # which is dear for a target as wide as the model
+                analyses["mixing"] = Mixing.empty(layers)
+            if self._shows_values:
+                analyses["effective"] = EffectiveAgreement.empty(layers, self.longest, model.d_head)
+        return Study.empty(layers, model.num_heads, self.longest, **analyses)
+
+    @cached_property
+    def _shows_values(self) -> bool:
+        """Whether the model shows what its attention weighs, and what becomes of it."""
+        try:
+            for layer in self.layers:
+                self.model.output_projection(layer)
+        except ValueError:
+            return False
+        shortest = self.read(min(range(len(self.lengths)), key=self.lengths.__getitem__))
+        return all(one.value is not None for one in self.model.attention(self.model.batch([shortest])))
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -324,6 +437,51 @@ def _parts(lengths: Sequence[int]) -> Iterator[list[list[int]]]:
     few = list(groups(lengths))
     for start in range(0, len(few), PART):
         yield few[start : start + PART]
+
+
+def _part(
+    corpus: _Corpus,
+    number: int,
+    rows_of_part: list[list[int]],
+    advance: Callable[[float], object],
+    kept_in: Path | None,
+) -> Study:
+    """The study of the texts of one part."""
+    part = corpus.empty()
+    kept: dict[int, Matrices] = {}
+    for rows in rows_of_part:
+        matrices = part.add_group(corpus.model, [corpus.read(row) for row in rows], corpus.setting)
+        if kept_in is not None:
+            kept |= dict(zip(rows, matrices, strict=True))
+        for row in rows:
+            advance(corpus.share([[row]]))
+    if kept_in is not None:
+        with part.watch("keeping contributions"):
+            keep(kept_in, number, kept)
+    return part
+
+
+def _identifiability(corpus: _Corpus, watch: Stopwatch, shards: Shards | None) -> Identifiability:
+    """How well hidden tokens of some texts tell their input tokens."""
+    name, seed = "identifiability", corpus.setting.seed
+    if shards is not None and name in shards:
+        return Identifiability.of(shards.read(name))
+    chosen = random.Random(seed).sample(range(len(corpus.texts)), min(SENTENCES, len(corpus.texts)))
+    with watch(name):
+        found = identify(corpus.model, [corpus.read(row) for row in sorted(chosen)], corpus.layers, seed)
+    if shards is not None:
+        shards.write(name, found.arrays())
+    return found
+
+
+def _example(corpus: _Corpus, study: Study) -> PatternExamples | None:
+    """A text that shows the heads of simple patterns, where there are any."""
+    chosen = study.patterns.chosen()
+    if chosen.empty:
+        return None
+    row = text_to_show(corpus.lengths)
+    results = jointly(corpus.model, [corpus.read(row)], _asked(corpus.setting, hidden=False))
+    return pattern_examples([Candidate.of(results)], chosen, corpus.layers)
 
 
 def _asked(setting: Setting, hidden: bool) -> dict[str, dict[str, Any]]:
@@ -338,6 +496,55 @@ def _asked(setting: Setting, hidden: bool) -> dict[str, dict[str, Any]]:
     }
     asked = {source: common | {"source": source} for source in SOURCES}
     return asked | ({HIDDEN: common | {"source": "input", "target": "layer"}} if hidden else {})
+
+
+# --- matrices of one text --------------------------------------------------------------------------
+
+
+def _array(values: Tensor) -> NDArray[np.float64]:
+    """The matrices of the only text of a batch."""
+    return values[0].double().numpy()
+
+
+def _special(result: Contributions, count: int) -> NDArray[np.bool_]:
+    """Which of the tokens of the only text are special, as far as that is known."""
+    return np.zeros(count, dtype=bool) if result.encodings is None else delimiters(result.encodings[0])
+
+
+def _among(values: NDArray, kept: NDArray[np.bool_]) -> NDArray:
+    """Rows ``[..., query, key]`` among the tokens that are kept, scaled to sum to 1 again."""
+    if kept.all():
+        return values
+    rest = values[..., kept, :][..., kept]
+    total = rest.sum(-1, keepdims=True)
+    return np.divide(rest, total, out=np.zeros_like(rest), where=total > 0)
+
+
+def _effective(
+    model: Model,
+    layers: Sequence[int],
+    encodings: Sequence[Encoding],
+    rows: Sequence[int],
+    attention: Sequence[Attention],
+) -> dict[int, NDArray]:
+    """The effective attention ``[layer, head, query, key]`` of each text of a batch."""
+    found = {}
+    weights = torch.stack([model.output_projection(layer).weight.float() for layer in layers])
+    for index, row in enumerate(rows):
+        length = len(encodings[row])
+        pattern = torch.stack([attention[layer].pattern[index, :, :length, :length] for layer in layers])
+        value = torch.stack([attention[layer].value[index, :, :length] for layer in layers])
+        found[row] = effective_attention(pattern.float(), value.float(), weights).double().cpu().numpy()
+    return found
+
+
+def _matrices(example: Mapping[str, Contributions]) -> Matrices:
+    """What is kept of a text."""
+    found = {name: result.values[0].numpy() for name, result in example.items()}
+    tokens = {"tokens": np.array(example["input"].tokens[0])}
+    if example["input"].keys is not None:
+        tokens["keys"] = np.array(example["input"].keys[0])
+    return {"attention": example["input"].attention[0].numpy(), **found, **tokens}
 
 
 def finite(value: float) -> float | None:
