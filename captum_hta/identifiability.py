@@ -5,8 +5,9 @@ layer ``l`` if the input embedding next to :math:`g(e_i^l)`, among those of its 
 :math:`x_i`. The map :math:`g` is the identity, linear or a multilayer perceptron (MLP); the latter two are
 learnt from other texts, once for each distance that neighbours are told by.
 
-What the paper leaves to be chosen, such as the width of the MLP, is chosen here so that a study takes minutes:
-shares of learnt maps grow with the texts they are learnt from, and are not the figures of the paper.
+The width of the MLP and how maps are trained are choices of this package, not the paper's: they let a study
+take minutes. Shares of learnt maps grow with the texts that they are learnt from, so that they can be held
+against the paper's figures by their course over the layers alone.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ DISTANCES = ("cosine", "euclidean")
 SENTENCES = 512
 """Texts that are looked at, at most."""
 FEWEST = 10
-"""Texts that a map is trained for: of fewer there is next to nothing to train, to stop and to test it with."""
+"""Texts without which no map is trained: of fewer next to nothing would be left to stop it and to test it."""
 SPLIT = (70, 15)
-"""Percentages of the texts for training and for validation, as in the paper; the rest are for the test."""
+"""Percentages of the texts for training and for validation; the rest are for the test."""
 MLP_WIDTH = 2
 """Width of the MLP's hidden layer, in widths of the model."""
-RATE = 1e-3
+RATE = 3e-3
 """Learning rate of Adam."""
-BATCH = 256
-"""Tokens of a training step."""
-EPOCHS = 30
+BATCH = 512
+"""Tokens of a training step, at most."""
+STEPS = 25
+"""Training steps of an epoch, at least."""
+EPOCHS = 20
 """Passes over the training tokens, at most."""
-PATIENCE = 3
+PATIENCE = 2
 """Epochs without a lower loss on the validation texts after which training ends."""
 
 
@@ -139,10 +142,10 @@ def identify(
 ) -> Identifiability:
     """How many hidden tokens tell which input token they stand for, after each of some layers.
 
-    Texts that occur several times are taken once, so that no test text is trained on; texts that share a part,
-    such as pairs with one premise, are different. At most :data:`SENTENCES` are taken, at random. With fewer
-    than :data:`FEWEST` no map is trained, and all are for the test of ``"none"``. All is in float32, on the
-    model's device.
+    Texts that occur several times are taken once, so that no test text is trained on; texts that share a
+    part, such as pairs with one premise, are different. At most :data:`SENTENCES` are taken, at random. With
+    fewer than :data:`FEWEST` no map is trained, and all are for the test of ``"none"``. All is in float32, on
+    the model's device; what is held at a time is the tokens of these texts in one layer.
 
     Args:
         model: The model.
@@ -155,8 +158,8 @@ def identify(
         Shares over the tokens of the test texts, special tokens included.
 
     Raises:
-        ValueError: If there is no text, a layer is none, or the model reads no texts or has queries of one text
-            and keys of another.
+        ValueError: If there is no text, a layer is none, or the model reads no texts or has queries of one
+            text and keys of another.
     """
     _check(model, encodings)
     layers = layers_of(model, layers)
@@ -225,8 +228,8 @@ def read_tokens(model: Model, encodings: Sequence[Encoding], layer: int) -> Toke
 def _check(model: Model, encodings: Sequence[Encoding]) -> None:
     if model.reader.medium != "text" or model.key_layers is not None:
         raise ValueError(
-            f"tokens are identified within one text, but {model.name} reads {model.reader.reads}: take a model "
-            "of texts, or a part of one with self-attention"
+            f"tokens are identified within one text, but {model.name} reads {model.reader.reads}: take a "
+            "model of texts, or a part of one with self-attention"
         )
     if not encodings:
         raise ValueError("there is no text whose tokens could be identified")
@@ -244,7 +247,7 @@ def _chosen(encodings: Sequence[Encoding], seed: int) -> list[Encoding]:
 
 
 def _split(count: int) -> tuple[int, int, int]:
-    """How many of so many texts are for training, validation and test; all for the test where they are few."""
+    """How many texts are for training, validation and test; where they are few, all for the test."""
     if count < FEWEST:
         return 0, 0, count
     training, validation = (count * share // 100 for share in SPLIT)
@@ -359,7 +362,8 @@ def fit(
         seed: Of the first weights, and of the order of the tokens.
 
     Returns:
-        The map with the weights that did best on the validation tokens, and after how many epochs it had them.
+        The map with the weights that did best on the validation tokens, and after how many epochs it had
+        them.
     """
     generator = torch.Generator().manual_seed(seed)
     learnt = LearntMap(kind, training, generator)
@@ -387,7 +391,7 @@ def _train_once(
 ) -> None:
     """One epoch."""
     order = torch.randperm(len(training.hidden), generator=generator).to(training.hidden.device)
-    for rows in order.split(BATCH):
+    for rows in order.split(min(BATCH, -(-len(order) // STEPS))):
         optimiser.zero_grad()
         _mean_distance(learnt(training.hidden[rows]), training.inputs[rows], distance).backward()
         optimiser.step()
