@@ -45,6 +45,8 @@ MAPS = {
     "previous_layer": "previous-layer contribution",
     "input": "input contribution",
 }
+LEARNT = {"none": "no map", "linear": "linear map", "mlp": "MLP"}
+"""What figures call maps of hidden tokens."""
 
 
 def undrawable(labels: Iterable[str]) -> list[int]:
@@ -339,6 +341,39 @@ def own_share_figure(mixing: pd.DataFrame) -> Figure:
             axis.set_axisbelow(True)
             axis.xaxis.set_major_locator(FixedLocator(layers, nbins=12))
     return figure
+
+
+def identifiability_figure(table: pd.DataFrame) -> Figure:
+    """Brunner et al. 2020, section 4: the share of hidden tokens that tell their input token, by what is applied
+    to them before, with standard errors; dashed, what chance would give.
+    """
+    layers = sorted(table["layer"].unique())
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(max(6.4, 0.4 * len(layers) + 3), 3.2), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        for axis, (distance, rows) in zip(axes, table.groupby("distance"), strict=True):
+            for name, colour in zip(LEARNT, (ATTENTION, PREVIOUS, INPUT), strict=True):
+                one = rows[(rows["map"] == name) & rows["identified"].notna()]
+                if len(one):
+                    _with_error(axis, one, colour)
+            axis.axhline(rows["chance"].iloc[0], color="0.6", linewidth=0.8, linestyle="--")
+            axis.set_title(f"{distance} distance".capitalize())
+            axis.set_ylim(0, 1.02)
+            axis.set_xlabel("layer")
+            axis.grid(axis="y", color="0.92")
+            axis.set_axisbelow(True)
+            axis.xaxis.set_major_locator(FixedLocator(layers, nbins=12))
+        axes[0].set_ylabel("identified tokens")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    return figure
+
+
+def _with_error(axis: Axes, rows: pd.DataFrame, colour: str) -> None:
+    """The line of one map, in a band of its standard error."""
+    low, high = (rows["identified"] + side * rows["identified_error"] for side in (-1, 1))
+    label = LEARNT[rows["map"].iloc[0]]
+    axis.plot(rows["layer"], rows["identified"], color=colour, marker="o", markersize=3, label=label)
+    axis.fill_between(rows["layer"], low, high, color=colour, alpha=0.25, linewidth=0)
 
 
 def neighbours_figure(mixing: pd.DataFrame) -> Figure:

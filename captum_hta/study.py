@@ -364,7 +364,7 @@ def run(
     for number, rows_of_part in enumerate(_parts(corpus.lengths)):
         if number in parts:
             part = corpus.empty().restore(parts.read(number))
-            advance(sum(map(corpus.share, rows_of_part)))
+            advance(corpus.share(rows_of_part))
         else:
             part = _part(corpus, number, rows_of_part, advance, kept_in)
             if shards is not None:

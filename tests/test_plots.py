@@ -20,6 +20,7 @@ from matplotlib.text import Text
 
 from captum_hta import plots, report
 from captum_hta.effective import EffectiveAgreement
+from captum_hta.identifiability import DISTANCES, MAPS
 from captum_hta.mixing import Mixing
 from captum_hta.patterns import PATTERNS, PatternExamples
 
@@ -146,6 +147,14 @@ def of_lengths(layers: int, lengths: list[int]) -> pd.DataFrame:
     return agreement.table()
 
 
+def of_identified_tokens(layers: int, learnt: bool = True) -> pd.DataFrame:
+    """A table of identifiability; where no map is learnt, with one text and no errors."""
+    table = tidy(layer=range(layers), map=MAPS, distance=DISTANCES)
+    shares = np.random.default_rng(0).uniform(0.1, 1, len(table))
+    table = table.assign(identified=shares, identified_error=0.01 if learnt else np.nan, chance=0.05)
+    return table if learnt else table.assign(identified=table["identified"].where(table["map"] == "none"))
+
+
 CASES: dict[str, tuple[Any, ...]] = {
     f"heatmap_{tokens}x{rows}": (heatmap, tokens, rows)
     for tokens, rows in ((1, 1), (3, 1), (4, 2), (25, 1), (60, 1))
@@ -186,6 +195,13 @@ CASES |= {
 CASES |= {
     f"effective_{layers}x{len(lengths)}": (plots.effective_figure, of_lengths(layers, lengths), 32)
     for layers, lengths in ((1, [20]), (6, [10, 30, 40, 90]), (24, [8, 50]))
+}
+CASES |= {
+    f"identified_{layers}_{'learnt' if learnt else 'bare'}": (
+        plots.identifiability_figure,
+        of_identified_tokens(layers, learnt),
+    )
+    for layers, learnt in ((1, True), (6, True), (6, False), (24, True))
 }
 SMALL = ["overlay_3x3", "heatmap_3x1", "correlation_2x2", "positions_2x2", "centres_2x2"]
 
@@ -428,6 +444,26 @@ def test_effective_figure() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("learnt", [True, False], ids=["learnt", "bare"])
+def test_identifiability_figure(learnt: bool) -> None:
+    """A panel for each distance, a line for each map that there is, and one for chance."""
+    table = of_identified_tokens(3, learnt)
+    before = table.copy()
+    figure = plots.identifiability_figure(table)
+    pd.testing.assert_frame_equal(table, before)
+    assert [axis.get_title() for axis in figure.axes] == ["Cosine distance", "Euclidean distance"]
+    names = MAPS if learnt else MAPS[:1]
+    assert [text.get_text() for text in legend_of(figure).get_texts()] == [
+        plots.LEARNT[name] for name in names
+    ]
+    for axis, distance in zip(figure.axes, DISTANCES, strict=True):
+        *lines, chance = axis.lines
+        for line, name in zip(lines, names, strict=True):
+            rows = table.query(f"map == '{name}' and distance == '{distance}'")
+            np.testing.assert_array_equal(line.get_xydata(), rows[["layer", "identified"]])
+        assert set(chance.get_ydata()) == {0.05}
+
+
 # --- that it can be read --------------------------------------------------------------------------
 
 
@@ -438,6 +474,7 @@ def test_the_figures_of_a_study_are_all_here() -> None:
         "heatmaps", "overlays", "correlation_figure", "histogram_figure", "centre_figure",
         "agreement_figure", "faithfulness_figure", "own_share_figure", "neighbours_figure",
         "pattern_figure", "effective_figure",
+        "identifiability_figure",
     }  # fmt: skip
     own = {name for name in public if vars(plots)[name].__module__ == plots.__name__}
     assert own - {"undrawable"} == made
