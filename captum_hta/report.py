@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from captum_hta import descriptions, plots
-from captum_hta.page import Cell, Section, Shown, Table, rendered
+from captum_hta.page import DASH, Cell, Section, Shown, Table, rendered
 from captum_hta.paper import Found, findings
 from captum_hta.study import SOURCES, Study, finite
 
@@ -78,13 +78,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     found = findings(study, num_layers)
     sections = [_beside_the_paper(found), *figures(study), *_numbers(study), *further]
-    record = record | {
-        "findings": {name: finite(value) for name, value in study.findings().items()},
-        "beside_the_paper": [one.record() for one in found],
-        "standard_errors": _finite_errors(study),
-        "ways": study.plans,
-        "versions": versions(),
-    }
+    record = record | _results(study, found)
     images = {item.file: png(item.figure) for section in sections for item in section.shown}
     texts = {name: table.to_csv(index=False) for name, table in _tables(study).items()} | {
         "run.json": json.dumps(record, indent=2) + "\n",
@@ -95,6 +89,17 @@ def write(
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
     return [folder / name for name in (*images, *texts)]
+
+
+def _results(study: Study, found: Sequence[Found]) -> dict[str, Any]:
+    """What is added to the record of a run."""
+    return {
+        "findings": {name: finite(value) for name, value in study.findings().items()},
+        "beside_the_paper": [one.record() for one in found],
+        "standard_errors": _finite_errors(study),
+        "ways": study.plans,
+        "versions": versions(),
+    }
 
 
 def _tables(study: Study) -> dict[str, pd.DataFrame]:
@@ -240,8 +245,7 @@ def _of_hidden_tokens(mixing: pd.DataFrame) -> Section:
                 "figure8_neighbours.png",
                 "From how far hidden tokens take the rest",
                 "What the two tokens at each distance give together, mean over tokens that have such "
-                "neighbours: near ones first in early layers, less so later, where context is more widely "
-                "spread.",
+                "neighbours. The nearer the lines are to each other, the more widely context is spread.",
                 plots.neighbours_figure(mixing),
                 descriptions.neighbours(mixing),
             ),
@@ -278,7 +282,7 @@ def _beside_the_paper(found: Sequence[Found]) -> Section:
 def _finding_row(one: Found) -> list[Cell]:
     finding = one.finding
     number, bound = (
-        "-" if np.isnan(value) else format(value, finding.form) for value in (one.number, one.bound)
+        DASH if np.isnan(value) else format(value, finding.form) for value in (one.number, one.bound)
     )
     return [
         Cell(finding.sentence),
