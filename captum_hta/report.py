@@ -2,46 +2,72 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from captum_hta import plots
-from captum_hta.study import Study, finite
+from captum_hta import descriptions, plots
+from captum_hta.page import DASH, Cell, Section, Shown, Table, rendered
+from captum_hta.paper import Found, findings
+from captum_hta.study import SOURCES, Study, finite
 
 PACKAGES = ("captum-hta", "torch", "transformers", "captum", "transformer-lens", "numpy", "scipy")
 PAPER = "Pascual et al. 2021"
 UNDEFINED = "The texts are too short, or attention too even, for a correlation in every layer."
+REACH = 16
+"""Relative positions that histograms show to each side."""
+LAYER_COLUMNS = {
+    "layer": "layer",
+    "pearson_previous_layer_median": "previous layer, Pearson",
+    "spearman_previous_layer_median": "previous layer, Spearman",
+    "pearson_input_median": "input, Pearson",
+    "spearman_input_median": "input, Spearman",
+    "centre_of_mass_attention": "centre of attention",
+    "centre_of_mass_input": "centre of input contribution",
+}
+HEAD_COLUMNS = {
+    "name": "head",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+    "rows": "rows",
+    "rows_left_out": "rows left out",
+    "examples": "examples",
+}
+MIXING_COLUMNS = {
+    "layer": "layer",
+    "own_mean": "own share, mean",
+    "own_lower_quartile": "lower quartile",
+    "own_median": "median",
+    "own_upper_quartile": "upper quartile",
+    "own_is_largest": "own is largest",
+    "own_rank": "mean rank of own",
+}
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A figure with what to say about it."""
-
-    file: str
-    title: str
-    sentence: str
-    figure: Figure
-
-
-def write(folder: Path, study: Study, record: dict[str, Any]) -> list[Path]:
+def write(
+    folder: Path,
+    study: Study,
+    record: dict[str, Any],
+    further: Sequence[Section] = (),
+    num_layers: int | None = None,
+) -> list[Path]:
     """Write the tables, the figures, ``run.json`` and ``report.html`` of a study.
 
     Args:
         folder: Made if it is missing.
         study: A study of at least one example.
-        record: Model, arguments and counts of the run; findings and versions are added.
+        record: Model, arguments and counts of the run; findings and versions are added. ``"seconds"``, in it
+            or in its counts, is a number or one for each part of the run.
+        further: More sections of the page, after those of the study.
+        num_layers: Layers of the model. Default: ``None``, those of the study are all.
 
     Returns:
         The files.
@@ -50,38 +76,41 @@ def write(folder: Path, study: Study, record: dict[str, Any]) -> list[Path]:
         OSError: If the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    found = findings(study, num_layers)
+    sections = [_beside_the_paper(found), *figures(study), *_numbers(study), *further]
+    record = record | _results(study, found)
+    images = {item.file: png(item.figure) for section in sections for item in section.shown}
+    texts = {name: table.to_csv(index=False) for name, table in _tables(study).items()} | {
+        "run.json": json.dumps(record, indent=2) + "\n",
+        "report.html": _page(study, sections, images, record),
+    }
+    for name, image in images.items():
+        (folder / name).write_bytes(image)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    return [folder / name for name in (*images, *texts)]
+
+
+def _results(study: Study, found: Sequence[Found]) -> dict[str, Any]:
+    """What is added to the record of a run."""
+    return {
+        "findings": {name: finite(value) for name, value in study.findings().items()},
+        "beside_the_paper": [one.record() for one in found],
+        "standard_errors": _finite_errors(study),
+        "ways": study.plans,
+        "versions": versions(),
+    }
+
+
+def _tables(study: Study) -> dict[str, pd.DataFrame]:
+    """The tables, by the names of their files."""
     tables = {
         "correlations.csv": study.correlations(),
         "relative_positions.csv": study.relative_positions(),
         "centres_of_mass.csv": study.centres_of_mass(),
         "layers.csv": study.layer_summary(),
     }
-    if study.mixing is not None:
-        tables["mixing.csv"] = study.mixing.table()
-    shown = figures(study)
-    record = record | {
-        "findings": {name: finite(value) for name, value in study.findings().items()},
-        "standard_errors": _finite_errors(study),
-        "ways": study.plans,
-        "versions": versions(),
-    }
-    files = []
-    for name, table in tables.items():
-        table.to_csv(folder / name, index=False)
-        files.append(folder / name)
-    images = {}
-    for item in shown:
-        images[item.file] = png(item.figure)
-        (folder / item.file).write_bytes(images[item.file])
-        files.append(folder / item.file)
-    page = _page(study, shown, images, record)
-    for name, text in {
-        "run.json": json.dumps(record, indent=2) + "\n",
-        "report.html": page,
-    }.items():
-        (folder / name).write_text(text, encoding="utf-8")
-        files.append(folder / name)
-    return files
+    return tables if study.mixing is None else tables | {"mixing.csv": study.mixing.table()}
 
 
 def _finite_errors(study: Study) -> dict[str, dict[str, float | None]]:
@@ -109,31 +138,72 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def figures(study: Study) -> list[Shown]:
-    """The figures after the paper's Figures 1 to 6, with a sentence each."""
+# --- sections with figures -------------------------------------------------------------------------
+
+
+def figures(study: Study) -> list[Section]:
+    """The sections that show figures: those after the papers' Figures 1 to 6, and those of hidden tokens."""
     correlations, positions = study.correlations(), study.relative_positions()
-    centres = study.centres_of_mass()
     return [
-        Shown(
-            "figure1_attention_and_previous_layer.png",
-            "Attention and previous-layer contribution",
-            _sentence_1(study),
-            plots.correlation_figure(correlations, "previous_layer"),
+        Section(
+            "Within a block",
+            "Whether attention tells what a head takes in of the hidden tokens that enter its own block.",
+            [
+                Shown(
+                    "figure1_attention_and_previous_layer.png",
+                    "Attention and previous-layer contribution",
+                    _sentence_1(study),
+                    plots.correlation_figure(correlations, "previous_layer"),
+                    descriptions.correlations(correlations, "previous_layer"),
+                )
+            ],
         ),
+        Section(
+            "Where attention and contributions lie",
+            "Positions are relative to the query: -1 is the token before it.",
+            [*_of_positions(positions), *_of_centres(study)],
+        ),
+        Section(
+            "From the input",
+            "Whether attention tells what a head takes in of the input tokens, through all blocks below it.",
+            [
+                Shown(
+                    "figure6_attention_and_input.png",
+                    "Attention and input contribution",
+                    _sentence_6(study.layer_summary()),
+                    plots.correlation_figure(correlations, "input"),
+                    descriptions.correlations(correlations, "input"),
+                )
+            ],
+        ),
+        *([] if study.mixing is None else [_of_hidden_tokens(study.mixing.table())]),
+    ]
+
+
+def _of_positions(positions: pd.DataFrame) -> list[Shown]:
+    return [
         Shown(
             "figure2_attention_positions.png",
             "Where attention lies",
             "Mean attention at each position relative to the query, for every head: what looks like a "
             "head's habit, such as the previous or the next token, is read off here.",
-            plots.histogram_figure(positions, "attention"),
+            plots.histogram_figure(positions, "attention", REACH),
+            descriptions.positions(positions, "attention", REACH),
         ),
         Shown(
             "figure3_input_positions.png",
             "Where the input that a head takes in lies",
             "The same for the input contribution. Since hidden tokens are mixtures of input tokens, what "
             "a head takes in can lie elsewhere than what it attends to.",
-            plots.histogram_figure(positions, "input"),
+            plots.histogram_figure(positions, "input", REACH),
+            descriptions.positions(positions, "input", REACH),
         ),
+    ]
+
+
+def _of_centres(study: Study) -> list[Shown]:
+    centres = study.centres_of_mass()
+    return [
         Shown(
             "figure4_attention_centre.png",
             "Centre of mass of attention",
@@ -142,44 +212,139 @@ def figures(study: Study) -> list[Shown]:
             "in the paper, however seldom texts are long enough for it: so this is not the mean distance "
             "that attention spans.",
             plots.centre_figure(centres, ["attention"]),
+            descriptions.centres(centres, ["attention"]),
         ),
         Shown(
             "figure5_centres.png",
             "Centre of mass of attention and of input contribution",
             _sentence_5(study.layer_summary()),
             plots.centre_figure(centres, ["attention", "input"]),
+            descriptions.centres(centres, ["attention", "input"]),
         ),
-        Shown(
-            "figure6_attention_and_input.png",
-            "Attention and input contribution",
-            _sentence_6(study.layer_summary()),
-            plots.correlation_figure(correlations, "input"),
-        ),
-        *([] if study.mixing is None else _of_hidden_tokens(study.mixing.table())),
     ]
 
 
-def _of_hidden_tokens(mixing: pd.DataFrame) -> list[Shown]:
+def _of_hidden_tokens(mixing: pd.DataFrame) -> Section:
     """After section 5 of Brunner et al. 2020."""
     first, last = mixing.iloc[0], mixing.iloc[-1]
+    return Section(
+        "Hidden tokens",
+        "Contributions of input tokens to the hidden embedding after each block (Brunner et al. 2020, "
+        "section 5).",
+        [
+            Shown(
+                "figure7_own_share.png",
+                "How much hidden tokens keep of themselves",
+                f"The median share of a token's own input goes from {first['own_median']:.2f} to "
+                f"{last['own_median']:.2f}; it is the largest share for {first['own_is_largest']:.0%} of the "
+                f"tokens at first, for {last['own_is_largest']:.0%} at last.",
+                plots.own_share_figure(mixing),
+                descriptions.own_share(mixing),
+            ),
+            Shown(
+                "figure8_neighbours.png",
+                "From how far hidden tokens take the rest",
+                "What the two tokens at each distance give together, mean over tokens that have such "
+                "neighbours. The nearer the lines are to each other, the more widely context is spread.",
+                plots.neighbours_figure(mixing),
+                descriptions.neighbours(mixing),
+            ),
+        ],
+        [_mixing_table(mixing)],
+    )
+
+
+# --- sections with tables --------------------------------------------------------------------------
+
+
+def _beside_the_paper(found: Sequence[Found]) -> Section:
+    """The section with the findings of the papers."""
+    verdicts = [one.verdict for one in found]
+    return Section(
+        "Beside the paper",
+        f"Of {len(found)} findings of the papers {verdicts.count('yes')} hold here and "
+        f"{verdicts.count('no')} do not; {verdicts.count('not measured')} were not measured. "
+        "What the papers report of BERT-base, 12 layers of 12 heads, next to the same number of this run. "
+        "Where they speak of some of the twelve layers, layers of the same relative depth are meant here. A "
+        "head's correlation is its mean over rows.",
+        tables=[
+            Table(
+                "Findings of the papers",
+                "A finding holds here if this run's number lies to the bound as is said; “not measured” are "
+                "findings about layers that were not studied, or about numbers that are not defined.",
+                ["finding", "holds here", "this run", "in the paper", "holds if", "source"],
+                [_finding_row(one) for one in found],
+            )
+        ],
+    )
+
+
+def _finding_row(one: Found) -> list[Cell]:
+    finding = one.finding
+    number, bound = (
+        DASH if np.isnan(value) else format(value, finding.form) for value in (one.number, one.bound)
+    )
     return [
-        Shown(
-            "figure7_own_share.png",
-            "How much hidden tokens keep of themselves",
-            "Contributions to the hidden embedding after each block (Brunner et al. 2020, section 5). The "
-            f"median share of a token's own input goes from {first['own_median']:.2f} to "
-            f"{last['own_median']:.2f}; it is the largest share for {first['own_is_largest']:.0%} of the "
-            f"tokens at first, for {last['own_is_largest']:.0%} at last.",
-            plots.own_share_figure(mixing),
-        ),
-        Shown(
-            "figure8_neighbours.png",
-            "From how far hidden tokens take the rest",
-            "What the two tokens at each distance give together, mean over tokens that have such neighbours: "
-            "near ones first in early layers, less so later, where context is more widely spread.",
-            plots.neighbours_figure(mixing),
-        ),
+        Cell(finding.sentence),
+        Cell(one.verdict),
+        Cell(number, finite(one.number)),
+        Cell(finding.paper),
+        Cell(f"{finding.relation} {bound}"),
+        Cell(finding.source),
     ]
+
+
+def _numbers(study: Study) -> list[Section]:
+    """The sections with a row for each layer and for each head."""
+    return [
+        Section("By layer", tables=[_layer_table(study.layer_summary())]),
+        Section("By head", _sentence_of_rows(study), tables=_head_tables(study.correlations())),
+    ]
+
+
+def _layer_table(layers: pd.DataFrame) -> Table:
+    return Table.of(
+        layers,
+        "Correlations and centres of mass by layer",
+        "Correlations of attention with both contributions, from -1 to 1: medians over the heads of a layer. "
+        "Centres of mass are in tokens, means over its heads: below zero they lie before the query.",
+        LAYER_COLUMNS,
+    )
+
+
+def _head_tables(correlations: pd.DataFrame) -> list[Table]:
+    """A table for each source."""
+    names = [
+        f"layer {layer}, head {head}"
+        for layer, head in zip(correlations["layer"], correlations["head"], strict=True)
+    ]
+    table = correlations.assign(name=names)
+    return [
+        Table.of(
+            table[table["source"] == source],
+            f"Attention and {plots.MAPS[source]} by head",
+            "Correlations from -1 to 1, the mean over the rows of all examples ± its standard error by "
+            "example. A row is what one query attends to.",
+            HEAD_COLUMNS,
+            folded=True,
+        )
+        for source in SOURCES
+    ]
+
+
+def _mixing_table(mixing: pd.DataFrame) -> Table:
+    distances = [name for name in mixing if name.startswith("at_distance_")]
+    return Table.of(
+        mixing.rename(columns={"own_error": "own_mean_error"}),
+        "Hidden tokens by layer",
+        "Shares of a whole of 1: of a token's own input (mean ± its standard error by example, quartiles "
+        "over tokens), of the tokens for which that is the largest, and of the two tokens at each distance "
+        "together. Of the ranks of a token's own input, the largest is 1.",
+        MIXING_COLUMNS | {name: f"{name.removeprefix('at_distance_')} away" for name in distances},
+    )
+
+
+# --- sentences -------------------------------------------------------------------------------------
 
 
 def _sentence_1(study: Study) -> str:
@@ -217,13 +382,6 @@ def _sentence_6(layers: pd.DataFrame) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
-    """A value of the record as a reader would write it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "none" if value is None else value
-
-
 def _error_sentences(study: Study) -> list[str]:
     sentences = []
     for source, errors in study.probe_errors().items():
@@ -236,24 +394,48 @@ def _error_sentences(study: Study) -> list[str]:
     return sentences or ["All contributions are exact."]
 
 
-def _cell(value: float) -> str:
-    if np.isnan(value):
-        return "-"
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.3f}"
+def _rows_left_out(study: Study) -> dict[str, str]:
+    """For each source how many rows have no correlation, of how many."""
+    sums = study.correlations().groupby("source")[["rows", "rows_left_out"]].sum()
+    return {
+        plots.MAPS[source]: f"{sums.at[source, 'rows_left_out']} of {sums.loc[source].sum()}"
+        for source in SOURCES
+    }
 
 
-def _page(study: Study, shown: Sequence[Shown], images: dict[str, bytes], record: dict[str, Any]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("captum_hta", ""), autoescape=True, trim_blocks=True
+def _sentence_of_rows(study: Study) -> str:
+    told = " and ".join(f"{count} rows for the {source}" for source, count in _rows_left_out(study).items())
+    return (
+        f"Left out are {told}, which have no correlation: rows of fewer than three tokens, and rows whose "
+        "values are all the same."
     )
-    environment.filters["plain"] = _plain
-    layers = study.layer_summary().round(3)
-    return environment.get_template("report.html.jinja").render(
-        shown=shown,
-        images={name: base64.b64encode(image).decode() for name, image in images.items()},
+
+
+# --- the page --------------------------------------------------------------------------------------
+
+
+def _page(study: Study, sections: Sequence[Section], images: dict[str, bytes], record: dict[str, Any]) -> str:
+    return rendered(
+        "report.html.jinja",
+        sections,
+        images,
+        _facts(study, record),
         record=record,
-        columns=[column.replace("_", " ") for column in layers.columns],
-        rows=[[_cell(value) for value in row] for row in layers.itertuples(index=False)],
         errors=_error_sentences(study),
         tokens=sum(study.tokens),
     )
+
+
+def _facts(study: Study, record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """How the study came about, in groups; those without anything are left out."""
+    counts = dict(record["counts"])
+    seconds = counts.pop("seconds", record.get("seconds", {}))
+    groups = {
+        "Settings": record["arguments"],
+        "Counts": counts,
+        "Rows without a correlation": _rows_left_out(study),
+        "Seconds": seconds if isinstance(seconds, Mapping) else {"in all": seconds},
+        "Ways": {plots.MAPS[source]: way for source, way in study.plans.items()},
+        "Versions": record["versions"],
+    }
+    return {title: values for title, values in groups.items() if values}

@@ -1,13 +1,8 @@
-"""The study of a corpus: what is read, what is computed, and what is written."""
+"""The study of a corpus: what is read, and what is computed."""
 
 from __future__ import annotations
 
-import base64
-import json
-import warnings
 from collections.abc import Iterator
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,31 +12,12 @@ import torch
 from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
 from scipy import stats
 
-from captum_hta import report
 from captum_hta.contributions import Contributions, contributions
 from captum_hta.study import Setting, Study, run
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 EXACT = Setting(n_probes=None)
 QUANTITIES = {"attention": "attention", "input": "values"}
-RECORD = {"model": "a <tiny> BERT & co", "arguments": {"data": "<none>"}, "counts": {"examples": 5}}
-FILES = {
-    "correlations.csv",
-    "relative_positions.csv",
-    "centres_of_mass.csv",
-    "layers.csv",
-    "figure1_attention_and_previous_layer.png",
-    "figure2_attention_positions.png",
-    "figure3_input_positions.png",
-    "figure4_attention_centre.png",
-    "figure5_centres.png",
-    "figure6_attention_and_input.png",
-    "figure7_own_share.png",
-    "figure8_neighbours.png",
-    "mixing.csv",
-    "run.json",
-    "report.html",
-}
 
 # --- the study ------------------------------------------------------------------------------------
 
@@ -323,206 +299,9 @@ def test_a_long_text_is_named_before_the_work_begins(model: TransformerLensModel
     assert steps == []
 
 
-# --- the report -----------------------------------------------------------------------------------
-
-
-class Page(HTMLParser):
-    """Reads a page, and notes what does not belong."""
-
-    VOID = ("meta", "img", "br", "hr", "link")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.links: list[str] = []
-        self.images: list[dict[str, str | None]] = []
-        self.cells: list[str] = []
-        self.words = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what is opened and what is linked."""
-        if tag not in self.VOID:
-            self.open.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
-        if tag == "img":
-            self.images.append(dict(attrs))
-
-    def handle_endtag(self, tag: str) -> None:
-        """Close what was opened last."""
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        """Note the words."""
-        self.words += data
-        if self.open and self.open[-1] == "td":
-            self.cells.append(data)
-
-
-def written(folder: Path, study: Study) -> list[Path]:
-    """Write the report; a warning is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return report.write(folder, study, RECORD)
-
-
-def words_of(page: Path) -> str:
-    """What a reader sees."""
-    return Page(page.read_text("utf-8")).words
-
-
-def strict_json(path: Path) -> dict[str, Any]:
-    """Read JSON that has no NaN and no infinity."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(path.read_text("utf-8"), parse_constant=refuse)
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report whose figures are not drawn, which is quick to write."""
-    monkeypatch.setattr(report, "png", lambda figure: b"")
-
-
-@pytest.fixture(scope="module")
-def files(study: Study, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The report of the exact study, in a folder that was not there."""
-    return written(tmp_path_factory.mktemp("reports") / "new" / "folder", study)
-
-
-@pytest.fixture(scope="module")
-def folder(files: list[Path]) -> Path:
-    """Where that report is."""
-    return files[0].parent
-
-
-def test_all_files_are_written(files: list[Path], folder: Path) -> None:
-    """And told, each once."""
-    assert {path.name for path in folder.iterdir()} == FILES
-    assert sorted(files) == sorted(folder.iterdir())
-    assert all(path.stat().st_size > 0 for path in files)
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_an_older_report_is_replaced(study: Study, estimated: Study, tmp_path: Path) -> None:
-    """What is in the folder is the newer."""
-    written(tmp_path, estimated)
-    files = written(tmp_path, study)
-    assert sorted(files) == sorted(tmp_path.iterdir())
-    assert strict_json(tmp_path / "run.json")["standard_errors"] == {}
-
-
-def test_tables_are_read_back(study: Study, folder: Path) -> None:
-    """What is in the files is what the study says."""
-    for file, name in (
-        ("correlations", "correlations"),
-        ("relative_positions", "relative_positions"),
-        ("centres_of_mass", "centres_of_mass"),
-        ("layers", "layer_summary"),
-    ):
-        found = pd.read_csv(folder / f"{file}.csv")
-        expected = getattr(study, name)()
-        pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=0, atol=1e-14)
-
-
-def test_run_record(study: Study, folder: Path) -> None:
-    """The record that was given, with findings, versions and ways; the one given is not changed."""
-    found = strict_json(folder / "run.json")
-    assert {name: found[name] for name in RECORD} == RECORD
-    assert set(RECORD) == {"model", "arguments", "counts"}
-    assert found["findings"] == study.findings()
-    assert found["standard_errors"] == {}
-    assert found["ways"] == study.plans
-    assert {"python", "torch", "captum-hta"} <= set(found["versions"])
-
-
-def test_the_page_stands_alone(folder: Path) -> None:
-    """Its tags match, its images are within it and have words, and it points nowhere."""
-    text = (folder / "report.html").read_text("utf-8")
-    page = Page(text)
-    assert page.open == []
-    assert len(page.images) == 8
-    for image in page.images:
-        assert (image["alt"] or "").strip()
-        kind, _, data = (image["src"] or "").partition(",")
-        assert kind == "data:image/png;base64"
-        assert base64.b64decode(data, validate=True).startswith(b"\x89PNG")
-    assert all(link.startswith("data:") for link in page.links)
-    assert not any(sign in text for sign in ("http:", "https:", "url(", "@import", "<script"))
-
-
-def test_the_page_shows_the_figures_and_numbers(study: Study, folder: Path) -> None:
-    """The images are those of the folder, and the table that of the layers."""
-    page = Page((folder / "report.html").read_text("utf-8"))
-    pictures = sorted(folder.glob("*.png"))
-    for image, path in zip(page.images, pictures, strict=True):
-        assert base64.b64decode((image["src"] or "").partition(",")[2]) == path.read_bytes()
-    expected = study.layer_summary().to_numpy().ravel()
-    np.testing.assert_allclose([float(cell) for cell in page.cells], expected, atol=5.1e-4)
-    assert RECORD["model"] in page.words
-    assert "exact" in page.words
-
-
-def small(model: TransformerLensModel, texts: list[str], folder: Path) -> str:
-    """Study a few short texts, and read the page; a warning is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch, at its first tangent
-        found = run(model, texts, Setting(n_probes=4))
-    written(folder, found)
-    strict_json(folder / "run.json")
-    return words_of(folder / "report.html")
-
-
-@pytest.mark.parametrize("texts", [["a b"], ["", ""]], ids=["single", "two-tokens"])
-def test_small_studies_are_written(model: TransformerLensModel, tmp_path: Path, texts: Any) -> None:
-    """Undefined correlations and errors are no reason to fail or to warn."""
-    assert "nan" not in small(model, texts, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == FILES
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("texts", [["a"], ["", "a b c"]], ids=["one-word", "mixed"])
-def test_small_studies_have_no_nan(model: TransformerLensModel, tmp_path: Path, texts: Any) -> None:
-    """A correlation that is defined for one example only is a number all the same."""
-    assert "nan" not in small(model, texts, tmp_path)
-
-
 def test_small_studies_have_all_columns(model: TransformerLensModel, study: Study) -> None:
     """Of two-token texts too, so that who reads the tables finds what is documented."""
     found = run(model, ["", ""], EXACT)
     assert found.correlations()["rows"].tolist() == [0] * 8
     assert found.correlations()["rows_left_out"].tolist() == [4] * 8
     assert list(found.layer_summary()) == list(study.layer_summary())
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_the_page_tells_the_standard_error(estimated: Study, tmp_path: Path) -> None:
-    """Estimates are called so, with their error."""
-    written(tmp_path, estimated)
-    errors, words = estimated.probe_errors()["input"], words_of(tmp_path / "report.html")
-    assert f"{errors['mean']:.4f}" in words
-    assert f"{errors['largest']:.4f}" in words
-    assert "exact" not in words
-    assert strict_json(tmp_path / "run.json")["standard_errors"] == {"input": errors}
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_one_probe_is_refused_or_told(model: TransformerLensModel, tmp_path: Path) -> None:
-    """It has no standard error: neither one of zero, nor one that JSON can hold."""
-    try:
-        written(tmp_path, run(model, ["a b"], Setting(n_probes=1)))
-    except ValueError:
-        return
-    strict_json(tmp_path / "run.json")
-    assert "are exact" not in words_of(tmp_path / "report.html")
-
-
-def test_a_file_in_the_way_of_the_folder(study: Study, tmp_path: Path) -> None:
-    """It is an OSError, as documented."""
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(OSError, match="taken"):
-        report.write(tmp_path / "taken", study, RECORD)
