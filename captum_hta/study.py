@@ -218,19 +218,18 @@ class Study:
         }
         rest = {
             "tokens": self.tokens,
-            "seconds": self.watch.seconds,
             "largest_errors": self.largest_errors,
             "ways": {source: [asdict(plan) for plan in plans] for source, plans in self.ways.items()},
         }
-        return arrays | {"rest": np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8)}
+        return arrays | {"rest": _packed(rest), "seconds": _packed(self.watch.seconds)}
 
     def restore(self, arrays: Mapping[str, NDArray]) -> Study:
         """This empty study with what :meth:`arrays` of another have held."""
         for name, one in self._accumulators.items():
             one.merge(type(one).of({part: arrays[f"{name}/{part}"] for part in one.arrays()}))
-        rest = json.loads(arrays["rest"].tobytes())
+        rest, seconds = (json.loads(arrays[name].tobytes()) for name in ("rest", "seconds"))
         self.tokens, self.largest_errors = rest["tokens"], rest["largest_errors"]
-        self.watch = Stopwatch(rest["seconds"])
+        self.watch = Stopwatch(seconds)
         self.ways = {source: [Plan(**plan) for plan in plans] for source, plans in rest["ways"].items()}
         return self
 
@@ -545,6 +544,11 @@ def _matrices(example: Mapping[str, Contributions]) -> Matrices:
     if example["input"].keys is not None:
         tokens["keys"] = np.array(example["input"].keys[0])
     return {"attention": example["input"].attention[0].numpy(), **found, **tokens}
+
+
+def _packed(value: Any) -> NDArray[np.uint8]:
+    """As JSON, in an array."""
+    return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
 
 
 def finite(value: float) -> float | None:

@@ -27,7 +27,8 @@ def made_up(
         far: That part in the last layer.
     """
     heads = next(iter(correlations.values())).shape[1]
-    study = Study.empty(layers, heads, LENGTH, hidden=own is not None)
+    mixing = None if own is None else Mixing.empty(layers)
+    study = Study.empty(layers, heads, LENGTH, mixing=mixing)
     for source in SOURCES:
         for measure, means in (("pearson", study.pearson), ("spearman", study.spearman)):
             values = correlations.get(f"{measure} {source}", np.zeros((len(layers), heads)))
