@@ -339,6 +339,7 @@ def run(
     advance: Callable[[float], object] = lambda cost: None,
     shards: Shards | None = None,
     kept_in: Path | None = None,
+    advance_maps: Callable[[float], object] = lambda share: None,
 ) -> Study:
     """Do the study.
 
@@ -351,6 +352,7 @@ def run(
             ``None``, nowhere.
         kept_in: A folder where every matrix is kept too; see :func:`captum_hta.open_study`. Default:
             ``None``, nowhere.
+        advance_maps: Called with the share of the maps of hidden tokens, which come last, that has been done.
 
     Raises:
         ValueError: As :func:`captum_hta.contributions`; or if special tokens are to be left out and the
@@ -370,7 +372,7 @@ def run(
                 shards.write(number, part.arrays())
         study.merge(part)
     if corpus.is_selfattention:
-        study.identifiability = _identifiability(corpus, study.watch, shards)
+        study.identifiability = _identifiability(corpus, study.watch, shards, advance_maps)
         study.shown = _example(corpus, study)
     return study
 
@@ -460,14 +462,17 @@ def _part(
     return part
 
 
-def _identifiability(corpus: _Corpus, watch: Stopwatch, shards: Shards | None) -> Identifiability:
+def _identifiability(
+    corpus: _Corpus, watch: Stopwatch, shards: Shards | None, advance: Callable[[float], object]
+) -> Identifiability:
     """How well hidden tokens of some texts tell their input tokens."""
     name, seed = "identifiability", corpus.setting.seed
     if shards is not None and name in shards:
         return Identifiability.of(shards.read(name))
     chosen = random.Random(seed).sample(range(len(corpus.texts)), min(SENTENCES, len(corpus.texts)))
     with watch(name):
-        found = identify(corpus.model, [corpus.read(row) for row in sorted(chosen)], corpus.layers, seed)
+        texts = [corpus.read(row) for row in sorted(chosen)]
+        found = identify(corpus.model, texts, corpus.layers, seed, advance)
     if shards is not None:
         shards.write(name, found.arrays())
     return found

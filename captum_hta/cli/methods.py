@@ -22,6 +22,7 @@ from captum_hta.cli.options import (
     Limit,
     ModelName,
     Part,
+    Reading,
     Seed,
     Strict,
     UserError,
@@ -179,7 +180,8 @@ class _Run:
                 f"{self.model.name}: methods are compared on texts and their self-attention, so name a model "
                 "that reads texts, and as --part encoder or decoder"
             )
-        self.texts, self.bad = read_corpus(data or corpus.shipped_pairs(), self.model, limit, strict)
+        found = read_corpus(data or corpus.shipped_pairs(), self.model, Reading(limit=limit, strict=strict))
+        self.texts, self.bad = found.texts, found.bad
         self.arguments = {
             "data": str(data or "the shipped pairs"), "limit": limit, "layers": layers or "all", "part": part,
             "adapter": adapter, "device": device, "seed": seed, "probes": self.probes,

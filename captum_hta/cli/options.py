@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -165,36 +167,87 @@ def probes_or_exact(
     return probes if probes is not None or tolerance is not None else default
 
 
-def read_corpus(
-    path: Path, model: Model, limit: int | None, strict: bool, truncation: bool = False
-) -> tuple[list[Text], list[corpus.BadLine]]:
-    """The texts of a file that the model can read, and its other lines, which are named on the way.
+@dataclass(frozen=True)
+class Reading:
+    """What is read of a corpus.
+
+    Attributes:
+        limit, sample, fields: As in :class:`captum_hta.corpus.Choice`.
+        max_tokens: Leave longer texts out.
+        truncation: Cut texts that are longer than the model reads; otherwise they are bad.
+        strict: Stop at a bad line.
+    """
+
+    limit: int | None = None
+    sample: int | None = None
+    fields: Sequence[str] | None = None
+    max_tokens: int | None = None
+    truncation: bool = False
+    strict: bool = False
+
+
+@dataclass
+class Corpus:
+    """What was read.
+
+    Attributes:
+        texts: Its texts.
+        bad: Lines that are none.
+        too_long: How many texts were left out for their length.
+    """
+
+    texts: list[Text]
+    bad: list[corpus.BadLine]
+    too_long: int = 0
+
+
+def read_corpus(source: Path | str, model: Model, reading: Reading) -> Corpus:
+    """The texts of a file, or of a dataset by name, that the model can read; bad lines are named on the way.
 
     Raises:
-        UserError: If there is none, the file cannot be read, or a line is bad and ``strict`` is set.
+        UserError: If there is no text, the source cannot be read, or a line is bad and must not be.
     """
+    length_of = lru_cache(maxsize=1)(lambda text: max(text_lengths(model.encode(text))))
+    found = Corpus([], [])
 
     def check(text: Text) -> str | None:
         if not model.reader.accepts(text):
             return f"it is not {model.reader.reads}"
-        length = max(text_lengths(model.encode(text)))
-        if not truncation and model.max_length is not None and length > model.max_length:
+        length = length_of(text)
+        if not reading.truncation and model.max_length is not None and length > model.max_length:
             return f"{length} tokens, but {model.name} reads at most {model.max_length}"
         return None
 
+    def wanted(text: Text) -> bool:
+        fits = reading.max_tokens is None or length_of(text) <= reading.max_tokens
+        found.too_long += not fits
+        return fits
+
+    choice = corpus.Choice(check, wanted, reading.limit, reading.sample, reading.fields)
+    read = corpus.read_texts if isinstance(source, Path) else corpus.read_dataset
     try:
-        texts, bad = corpus.read_texts(path, check, limit)
+        found.texts, found.bad = read(source, choice)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    for line in bad:
-        err.print(f"{path.name}, {line}", markup=False)
-    if bad and strict:
-        raise UserError(f"{counted(len(bad), 'bad line')} in {path}; without --strict they are skipped")
-    if not texts:
+        raise UserError(f"{source} cannot be read: {error.strerror or error}") from error
+    _check_corpus(source, found, reading)
+    return found
+
+
+def _check_corpus(source: Path | str, found: Corpus, reading: Reading) -> None:
+    name = source.name if isinstance(source, Path) else source
+    for line in found.bad:
+        err.print(f"{name}, {line}", markup=False)
+    if found.bad and reading.strict:
         raise UserError(
-            f'{path} has no example: each line is a JSON object with "premise" and "hypothesis", or "text"'
+            f"{counted(len(found.bad), 'bad line')} in {source}; without --strict they are skipped"
         )
-    return texts, bad
+    if not found.texts and found.too_long:
+        raise UserError(f"every text of {source} has more tokens than --max-tokens {reading.max_tokens}")
+    if not found.texts:
+        raise UserError(
+            f'{source} has no example: each line is a JSON object with "premise" and "hypothesis", or '
+            '"text"; --fields of a study names others'
+        )
 
 
 # --- what is said ----------------------------------------------------------------------------------
@@ -229,9 +282,25 @@ def print_error(source: str, mean: float, largest: float) -> None:
 @contextmanager
 def progress(examples: int) -> Iterator[Callable[[float], object]]:
     """A progress bar; yields what to call with the number of examples done."""
+    with progress_of(counted(examples, "example")) as advance:
+        advance(0)
+        yield lambda done: advance(done / examples)
+
+
+@contextmanager
+def progress_of(what: str) -> Iterator[Callable[[float], object]]:
+    """A progress bar that comes with the first step; yields what to call with the share that was done."""
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
-    with tqdm(total=1.0, desc=counted(examples, "example"), bar_format=form, file=sys.stderr) as bar:
-        yield lambda done: bar.update(min(done / examples, 1 - bar.n))
+    with ExitStack() as open_bars:
+        bars: list[tqdm] = []
+
+        def advance(share: float) -> None:
+            if not bars:
+                bar = tqdm(total=1.0, desc=what, bar_format=form, file=sys.stderr)
+                bars.append(open_bars.enter_context(bar))
+            bars[0].update(min(share, 1 - bars[0].n))
+
+        yield advance
 
 
 def rounded(value: float, form: str) -> str:

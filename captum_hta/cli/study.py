@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,15 +14,15 @@ from rich.table import Table
 from captum_hta import __version__, corpus, report, study
 from captum_hta.cli.options import (
     Adapter,
-    Data,
+    Corpus,
     Debug,
     Device,
     Exact,
     Layers,
     Limit,
-    ModelName,
     Norm,
     Part,
+    Reading,
     Seed,
     Strict,
     TimesInputs,
@@ -38,21 +39,67 @@ from captum_hta.cli.options import (
     print_error,
     probes_or_exact,
     progress,
+    progress_of,
     read_corpus,
     rounded,
 )
+from captum_hta.cli.pairings import Pairing, pairings
 from captum_hta.contributions import encoded, missing_tokens
-from captum_hta.model import Model
+from captum_hta.model import Model, Text
 from captum_hta.shards import Shards
+
+RUN_FACTS = ("data", "device", "label")
+"""Arguments that do not decide the numbers."""
 
 
 def run_study(
-    data: Data = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help='JSON lines with "premise" and "hypothesis", or with "text". Default: 64 pairs that come '
+            "with the package."
+        ),
+    ] = None,
+    more_data: Annotated[
+        list[Path] | None, typer.Option("--data", help="The same, where several models have one each.")
+    ] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A dataset of the Hugging Face hub, such as nyu-mll/glue:mnli:validation_matched; needs the "
+            "package datasets and a network."
+        ),
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option(help='Fields to read, one or two, such as "premise,hypothesis" or "de.premise".'),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A folder, or a name on the Hugging Face hub, such as bert-base-uncased. Default: the demo "
+            "model, a 6-layer BERT.",
+        ),
+    ] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="What to call each run, where there are several.")
+    ] = None,
     output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("hta-study"),
     limit: Limit = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(help="Draw the --limit examples at random, by this seed, in the place of the first."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Leave longer texts out (Pascual et al.: 64).", min=1)
+    ] = None,
+    exclude_special: Annotated[
+        bool, typer.Option("--exclude-special", help="Leave special tokens out of the statistics.")
+    ] = False,
     strict: Strict = False,
     layers: Layers = None,
-    model: ModelName = None,
     part: Part = None,
     adapter: Adapter = None,
     truncation: Truncation = False,
@@ -69,60 +116,138 @@ def run_study(
     tolerance: Tolerance = None,
     exact: Exact = False,
     multiply_by_inputs: TimesInputs = False,
+    keep_contributions: Annotated[
+        bool,
+        typer.Option(
+            "--keep-contributions",
+            help="Keep every matrix too, compressed and in half precision; captum_hta.open_study reads them.",
+        ),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Study a model on a corpus: attention against what the heads really take in.
 
     Writes tables (CSV), figures (PNG), a record of the run (run.json) and report.html, after "Telling
-    BERT's Full Story" (Pascual et al. 2021) and section 5 of "On Identifiability in Transformers" (Brunner
-    et al. 2020). Bad lines are reported and skipped. What is done is kept in the folder: a study that was
-    stopped goes on when the same command is given again.
+    BERT's Full Story" (Pascual et al. 2021) and "On Identifiability in Transformers" (Brunner et al. 2020).
+    Bad lines are reported and skipped. What is done is kept in the folder: a study that was stopped goes on
+    when the same command is given again. Several models or corpora are studied one after the other, and
+    compared.
 
     Example: captum-hta study pairs.jsonl --limit 50 --out results
     """
-    arguments = {
-        "data": str(data or "the shipped pairs"), "limit": limit, "layers": layers or "all", "norm": norm,
-        "probes": probes_or_exact(probes, tolerance, exact, norm, study.DEFAULT_PROBES),
-        "tolerance": tolerance, "exact": exact,
-        "multiply_by_inputs": multiply_by_inputs, "seed": seed, "device": device,
-        "part": part, "adapter": adapter, "truncation": truncation,
-    }  # fmt: skip
-    started = time.perf_counter()
-    check_folder(output)
-    loaded = load(model, device, adapter, part)
-    if loaded.reader.medium != "text":
-        raise UserError(
-            f"{loaded.name} reads {loaded.reader.reads}; a study is of texts: name a model that reads them"
-        )
-    chosen = named_layers(layers, loaded)
-    texts, bad = read_corpus(data or corpus.shipped_pairs(), loaded, limit, strict, truncation)
-    encodings = [encoded(loaded, text, number, truncation) for number, text in enumerate(texts)]
-    cut = sum(missing_tokens(loaded, *pair) > 0 for pair in zip(texts, encodings, strict=True))
-    asked = {"layers": chosen, "norm": norm, "n_probes": arguments["probes"]}
-    announce(loaded, [len(encoding) for encoding in encodings], asked, tolerance)
-    setting = study.Setting(
-        chosen, norm, multiply_by_inputs, arguments["probes"], tolerance, seed, truncation
+    if sample is not None and limit is None:
+        raise UserError("--sample draws the --limit examples at random: say how many with --limit")
+    runs = pairings(
+        model or [], [*(data or []), *(more_data or [])], dataset or [], fields or [], label or []
     )
-    digest = hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
-    facts = arguments | {"model": loaded.fingerprint, "texts": digest, "version": __version__}
-    shards = Shards(output / "parts", {name: facts[name] for name in facts if name not in ("data", "device")})
-    with progress(len(texts)) as advance:
-        found = study.run(loaded, texts, setting, lambda done: advance(done * len(texts)), shards)
-    record = {
-        "model": loaded.name,
-        "arguments": arguments,
-        "seed": seed,
-        "counts": {
-            "examples": len(texts), "bad_lines": len(bad), "cut": cut, "tokens": sum(found.tokens),
-            "seconds": round(time.perf_counter() - started, 1),
-        },
-        "bad_lines": [str(line) for line in bad],
+    arguments = {
+        "limit": limit, "sample": sample, "max_tokens": max_tokens, "exclude_special": exclude_special,
+        "layers": layers or "all", "norm": norm,
+        "probes": probes_or_exact(probes, tolerance, exact, norm, study.DEFAULT_PROBES),
+        "tolerance": tolerance, "exact": exact, "multiply_by_inputs": multiply_by_inputs, "seed": seed,
+        "device": device, "part": part, "adapter": adapter, "truncation": truncation,
+        "keep_contributions": keep_contributions,
     }  # fmt: skip
-    report.write(output, found, record)
-    _print_study(found, loaded, output, bad, cut)
+    check_folder(output)
+    for run in runs:
+        _Run(run, run.folder(output), arguments, strict).do()
 
 
-def _print_study(found: study.Study, model: Model, output: Path, bad: list[corpus.BadLine], cut: int) -> None:
+@dataclass(frozen=True)
+class _Run:
+    """The study of a model on a corpus.
+
+    Attributes:
+        pairing: Which.
+        folder: Where the results go.
+        arguments: Those of the command that hold for all runs.
+        strict: Stop at a bad line.
+    """
+
+    pairing: Pairing
+    folder: Path
+    arguments: dict[str, Any]
+    strict: bool
+
+    def do(self) -> study.Study:
+        """Study, write and print."""
+        started = time.perf_counter()
+        check_folder(self.folder)
+        model = load(
+            self.pairing.model,
+            self.arguments["device"],
+            self.arguments["adapter"],
+            self.arguments["part"],
+        )
+        if model.reader.medium != "text":
+            raise UserError(
+                f"{model.name} reads {model.reader.reads}; a study is of texts: name a model that reads them"
+            )
+        setting = self._setting(model)
+        read = self._read(model)
+        cut = self._announce(model, read.texts, setting)
+        found = self._study(model, read.texts, setting)
+        record = self._record(model, read, cut, found, time.perf_counter() - started)
+        report.write(self.folder, found, record, model.num_layers)
+        print_study(found, model, self.folder, record["counts"])
+        return found
+
+    def _setting(self, model: Model) -> study.Setting:
+        asked = self.arguments
+        names = ("norm", "multiply_by_inputs", "tolerance", "seed", "truncation", "exclude_special")
+        layers = named_layers(None if asked["layers"] == "all" else asked["layers"], model)
+        return study.Setting(layers, n_probes=asked["probes"], **{name: asked[name] for name in names})
+
+    def _read(self, model: Model) -> Corpus:
+        names = ("limit", "sample", "max_tokens", "truncation")
+        asked = {name: self.arguments[name] for name in names}
+        reading = Reading(fields=self.pairing.fields, strict=self.strict, **asked)
+        return read_corpus(self.pairing.source or corpus.shipped_pairs(), model, reading)
+
+    def _announce(self, model: Model, texts: list[Text], setting: study.Setting) -> int:
+        """Say what it will cost; the number of texts that are cut."""
+        lengths, cut = [], 0
+        for number, text in enumerate(texts):
+            encoding = encoded(model, text, number, setting.truncation)
+            lengths.append(len(encoding))
+            cut += missing_tokens(model, text, encoding) > 0
+        asked = {"layers": setting.layers, "norm": setting.norm, "n_probes": setting.n_probes}
+        announce(model, lengths, asked, setting.tolerance)
+        return cut
+
+    def _study(self, model: Model, texts: list[Text], setting: study.Setting) -> study.Study:
+        digest = hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
+        facts = {name: value for name, value in self.arguments.items() if name not in RUN_FACTS}
+        facts |= {"model": model.fingerprint, "texts": digest, "version": __version__}
+        kept_in = self.folder if self.arguments["keep_contributions"] else None
+        shards = Shards(self.folder / "parts", facts)
+        with progress(len(texts)) as advance, progress_of("maps of hidden tokens") as advance_maps:
+            return study.run(
+                model, texts, setting, lambda done: advance(done * len(texts)), shards, kept_in, advance_maps
+            )
+
+    def _record(
+        self, model: Model, read: Corpus, cut: int, found: study.Study, seconds: float
+    ) -> dict[str, Any]:
+        source, fields = self.pairing.source, self.pairing.fields
+        data = {"data": str(source or "the shipped pairs"), "fields": ", ".join(fields) if fields else None}
+        parts = {name: round(spent, 1) for name, spent in found.watch.seconds.items()}
+        return {
+            "model": model.name,
+            "label": self.pairing.label,
+            "arguments": data | self.arguments,
+            "seed": self.arguments["seed"],
+            "counts": {
+                "examples": len(read.texts), "bad_lines": len(read.bad), "too_long": read.too_long,
+                "cut": cut, "tokens": sum(found.tokens),
+            },
+            "seconds": parts | {"this command": round(seconds, 1)},
+            "bad_lines": [str(line) for line in read.bad],
+        }  # fmt: skip
+
+
+def print_study(found: study.Study, model: Model, folder: Path, counts: dict[str, int]) -> None:
+    """Print what was found, and where the rest is."""
     summary = found.layer_summary()
     table = Table(
         title=f"{plain(model.name)}: medians over heads, correlation with attention", title_justify="left"
@@ -148,10 +273,14 @@ def _print_study(found: study.Study, model: Model, output: Path, bad: list[corpu
     )
     for source, errors in found.probe_errors().items():
         print_error(source, errors["mean"], errors["largest"])
-    if bad:
-        out.print(f"{counted(len(bad), 'bad line')} skipped.", highlight=False)
-    if cut:
-        out.print(
-            f"{counted(cut, 'text')} cut, since {model.name} reads {model.max_length}.", highlight=False
-        )
-    out.print(f"Report: {output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+    left_out = {
+        f"{counted(counts['bad_lines'], 'bad line')} skipped.": counts["bad_lines"],
+        f"{counted(counts['too_long'], 'text')} left out, since they are longer than --max-tokens.": counts[
+            "too_long"
+        ],
+        f"{counted(counts['cut'], 'text')} cut, since {model.name} reads {model.max_length}.": counts["cut"],
+    }
+    for sentence, count in left_out.items():
+        if count:
+            out.print(sentence, highlight=False)
+    out.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,99 @@
+"""Which models are studied on which corpora."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from captum_hta.cli.options import UserError
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A model and a corpus.
+
+    Attributes:
+        model: Its folder or name; ``None`` for the demo model.
+        source: A file, or a dataset by name; ``None`` for the pairs that come with the package.
+        fields: Fields of its records; ``None`` for the usual ones.
+        label: What to call it among others; ``None``: it is the only one.
+    """
+
+    model: str | None
+    source: Path | str | None
+    fields: tuple[str, ...] | None
+    label: str | None = None
+
+    def folder(self, output: Path) -> Path:
+        """Where its results go."""
+        return output if self.label is None else output / _file_name(self.label)
+
+
+def pairings(
+    models: Sequence[str],
+    files: Sequence[Path],
+    datasets: Sequence[str],
+    fields: Sequence[str],
+    labels: Sequence[str],
+) -> list[Pairing]:
+    """Models and corpora in their order; one of a kind goes with all of the other.
+
+    Raises:
+        UserError: If their numbers do not fit, or two would go by one name.
+    """
+    sources = [*files, *datasets]
+    columns = {"--model": models, "--data": sources, "--fields": fields, "--label": labels}
+    count = max(map(len, columns.values()), default=0) or 1
+    for name, values in columns.items():
+        if len(values) not in ((0, count) if name == "--label" else (0, 1, count)):
+            raise UserError(f"{name} is given {len(values)} times for {count} runs: give it once for each")
+    named = [
+        Pairing(_at(models, run), _at(sources, run), _fields(_at(fields, run)), _at(labels, run))
+        for run in range(count)
+    ]
+    return named if count == 1 else _labelled(named)
+
+
+def _at(values: Sequence, run: int):
+    return values[run if len(values) > 1 else 0] if values else None
+
+
+def _fields(spec: str | None) -> tuple[str, ...] | None:
+    """The fields of a list such as ``"premise,hypothesis"``."""
+    if spec is None:
+        return None
+    names = tuple(name.strip() for name in spec.split(","))
+    if not all(names) or len(names) > 2:
+        raise UserError(f'--fields {spec!r} must name one field or two, such as "premise,hypothesis"')
+    return names
+
+
+def _labelled(runs: Sequence[Pairing]) -> list[Pairing]:
+    """Each with a label: the one that is given, or what tells it from the others."""
+    several = [
+        name for name in ("model", "source", "fields") if len({getattr(run, name) for run in runs}) > 1
+    ]
+    labelled = [
+        Pairing(
+            run.model, run.source, run.fields,
+            run.label or ", ".join(_name(getattr(run, name)) for name in several),
+        )
+        for run in runs
+    ]  # fmt: skip
+    folders = [_file_name(run.label) for run in labelled]
+    twice = sorted({name for name in folders if folders.count(name) > 1})
+    if twice:
+        raise UserError(f"two runs would be called {', '.join(twice)!r}: tell them apart with --label")
+    return labelled
+
+
+def _name(value: Path | str | tuple[str, ...] | None) -> str:
+    if value is None:
+        return "the default"
+    return value.stem if isinstance(value, Path) else " ".join([value] if isinstance(value, str) else value)
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", label).strip(".-") or "run"
