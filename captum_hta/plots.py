@@ -342,8 +342,8 @@ def own_share_figure(mixing: pd.DataFrame) -> Figure:
 
 
 def identifiability_figure(table: pd.DataFrame) -> Figure:
-    """Brunner et al. 2020, section 4: the share of hidden tokens that tell their input token, by what is applied
-    to them before, with standard errors; dashed, what chance would give.
+    """Brunner et al. 2020, section 4: the share of hidden tokens that tell their input token, by what is
+    applied to them before, with standard errors; dashed, what chance would give.
     """
     layers = sorted(table["layer"].unique())
     with mpl.rc_context(STYLE):
