@@ -24,6 +24,12 @@ from captum_hta.shards import Shards
 LEARNT = [(kind, distance) for kind in MAPS[1:] for distance in DISTANCES]
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little training, where it does not matter how well maps are learnt."""
+    monkeypatch.setattr(identifiability, "EPOCHS", 2)
+
+
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -259,17 +265,20 @@ def check_naive(model: Model) -> None:
     assert (table.query("map == 'none'")["epochs"] == 0).all()
 
 
+@pytest.mark.usefixtures("quick")
 def test_bert(bert: TransformerLensModel) -> None:
     """Through TransformerLens."""
     check_naive(bert)
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", ["GPT-2", "ALBERT", "BART encoder"])
 def test_models_of_transformers(name: str) -> None:
     """Causal, with shared blocks, and part of an encoder-decoder."""
     check_naive(adapters()[name])
 
 
+@pytest.mark.usefixtures("quick")
 def test_layers_and_progress(bert: TransformerLensModel) -> None:
     """Layers are named as elsewhere, have the numbers that they have among others, and progress is told."""
     told: list[float] = []
@@ -283,10 +292,11 @@ def test_layers_and_progress(bert: TransformerLensModel) -> None:
         assert set(last[name]) == set(values)
 
 
+@pytest.mark.usefixtures("quick")
 def test_nothing_is_left_behind(bert: TransformerLensModel) -> None:
     """Numbers depend on the seed, not on random states or modes, and neither these nor the model change."""
     encodings = read(bert, 12)
-    before = copy.deepcopy(bert.model.state_dict())
+    before = copy.deepcopy(bert.module.state_dict())
     torch.manual_seed(5)
     state = torch.get_rng_state()
     first = identify(bert, encodings, seed=4).table()
@@ -297,11 +307,12 @@ def test_nothing_is_left_behind(bert: TransformerLensModel) -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         pd.testing.assert_frame_equal(identify(bert, encodings, seed=4).table(), first)
     assert not identify(bert, encodings, seed=7).table().equals(first)
-    for name, values in bert.model.state_dict().items():
+    for name, values in bert.module.state_dict().items():
         torch.testing.assert_close(values, before[name], rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in bert.model.parameters())
+    assert all(parameter.grad is None for parameter in bert.module.parameters())
 
 
+@pytest.mark.usefixtures("quick")
 def test_few_texts(bert: TransformerLensModel) -> None:
     """No map is trained, all texts are for the test, and a note says so."""
     few = identify(bert, read(bert, 9))
@@ -315,6 +326,7 @@ def test_few_texts(bert: TransformerLensModel) -> None:
     assert identify(bert, read(bert, 10), [0]).note == ""
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("count", [3, 12])
 def test_a_result_is_read_back(bert: TransformerLensModel, tmp_path: Path, count: int) -> None:
     """From a shard, with all that it says."""
