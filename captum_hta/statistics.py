@@ -137,7 +137,21 @@ def standard_ranks(values: Array) -> Array:
     correlations; NaN where a row is constant, shorter than :data:`SHORTEST_ROW`, or holds NaN.
     """
     varied = _varies(values)
-    return _standard(stats.rankdata(values, axis=-1) if varied.any() else values, varied)
+    return _standard(_ranks(values) if varied.any() else values, varied)
+
+
+def _ranks(values: Array) -> Array:
+    """Ranks of the values of each row, from 1; equal values have their mean rank. Those are rare among
+    contributions, so scipy, which takes three times as long, ranks only the rows that have some.
+    """
+    order = np.argsort(values, axis=-1)
+    in_order = np.take_along_axis(values, order, axis=-1)
+    ranks = np.empty(values.shape)
+    np.put_along_axis(ranks, order, np.arange(1.0, values.shape[-1] + 1), axis=-1)
+    tied = (in_order[..., 1:] == in_order[..., :-1]).any(-1)
+    if tied.any():
+        ranks[tied] = stats.rankdata(values[tied], axis=-1)
+    return ranks
 
 
 def _standard(rows: Array, varied: NDArray[np.bool_]) -> Array:
