@@ -49,6 +49,19 @@ def centres(table: pd.DataFrame, quantities: Sequence[str]) -> str:
     )
 
 
+def centres_together(table: pd.DataFrame, quantity: str) -> str:
+    """Of :func:`captum_hta.plots.centres_together_figure`."""
+    table = table[table["quantity"] == quantity]
+    lines = [
+        f"that of {label} {_course(heads.groupby('layer')['centre_of_mass'].mean())}"
+        for label, heads in table.groupby("label", sort=False)
+    ]
+    return (
+        f"A line over the layers for each of {len(lines)} studies, the mean centre of mass of "
+        f"{MAPS[quantity]}: {'; '.join(lines)}."
+    )
+
+
 def own_share(mixing: pd.DataFrame) -> str:
     """Of :func:`captum_hta.plots.own_share_figure`."""
     table = mixing.set_index("layer")
@@ -69,6 +82,43 @@ def neighbours(mixing: pd.DataFrame) -> str:
     return (
         f"A line over the layers for each of {given.shape[1]} distances: what the two tokens there give "
         f"together; {'; '.join(told)}."
+    )
+
+
+def patterns(chosen: pd.DataFrame) -> str:
+    """Of :func:`captum_hta.plots.pattern_figure`."""
+    heads = "; ".join(
+        f"{pattern}, layer {layer}, head {head}: {attention:.2f} of the attention, {given:.2f} of the input "
+        "contribution"
+        for pattern, layer, head, attention, given in chosen.itertuples(index=False)
+    )
+    return (
+        "Heat maps of one text, a row of them for each pattern: attention, previous-layer contribution and "
+        f"input contribution of the head that is most of it. Over all texts: {heads}."
+    )
+
+
+def identifiability(table: pd.DataFrame) -> str:
+    """Of :func:`captum_hta.plots.identifiability_figure`."""
+    known = table.dropna(subset="identified")
+    lines = "; ".join(
+        f"{name} and {distance} distance: it {_course(rows.set_index('layer')['identified'])}"
+        for (name, distance), rows in known.groupby(["map", "distance"], sort=False)
+    )
+    return (
+        "A panel for each distance with a line over the layers for each map: the share of hidden tokens "
+        f"whose own input embedding is the nearest. With map {lines}."
+    )
+
+
+def effective(table: pd.DataFrame, d_head: int) -> str:
+    """Of :func:`captum_hta.plots.effective_figure`."""
+    longest = table[table["shortest"] == table["shortest"].max()].set_index("layer")["correlation"]
+    tokens = f"{table['shortest'].max()} to {table['longest'].max()}"
+    return (
+        "A line for each layer over the number of tokens: how attention correlates with effective attention. "
+        f"A dashed line marks the width of a head, {d_head}. Of texts of {tokens} tokens the correlation "
+        f"{_course(longest)}."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import matplotlib as mpl
@@ -314,6 +315,32 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
         axis.set_xlabel("layer")
         axis.set_ylabel("centre of mass of the histogram\n(relative position)")
         axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(quantities))
+    return figure
+
+
+def centres_together_figure(centres: pd.DataFrame, quantity: str) -> Figure:
+    """Figure 4 with several studies: the centre of mass per layer, mean over heads, a line for each label.
+
+    Args:
+        centres: As :meth:`captum_hta.study.Study.centres_of_mass` gives, with a column ``label``.
+        quantity: ``"attention"`` or ``"input"``.
+    """
+    table = centres[centres["quantity"] == quantity]
+    labels = list(dict.fromkeys(table["label"]))
+    shades = mpl.colormaps["viridis"](np.linspace(0, 0.85, max(1, len(labels))))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axis = figure.subplots()
+        for label, shade, marker in zip(labels, shades, itertools.cycle("osD^v"), strict=False):
+            mean = table[table["label"] == label].groupby("layer")["centre_of_mass"].mean()
+            axis.plot(mean.index, mean, marker=marker, markersize=4, color=shade, label=label)
+        axis.axhline(0, color="0.6", linewidth=0.8)
+        layers = sorted(table["layer"].unique())
+        axis.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+        axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
+        axis.set_xlabel("layer")
+        axis.set_ylabel("centre of mass of the histogram\n(relative position)")
+        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

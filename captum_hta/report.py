@@ -78,7 +78,13 @@ def _tables(study: Study) -> dict[str, pd.DataFrame]:
         "centres_of_mass.csv": study.centres_of_mass(),
         "layers.csv": study.layer_summary(),
     }
-    return tables if study.mixing is None else tables | {"mixing.csv": study.mixing.table()}
+    further = {
+        "mixing.csv": study.mixing,
+        "patterns.csv": study.patterns,
+        "effective_attention.csv": study.effective,
+        "identifiability.csv": study.identifiability,
+    }
+    return tables | {name: one.table() for name, one in further.items() if one is not None}
 
 
 def _finite_errors(study: Study) -> dict[str, dict[str, float | None]]:

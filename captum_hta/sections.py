@@ -8,8 +8,10 @@ import numpy as np
 import pandas as pd
 
 from captum_hta import descriptions, plots
-from captum_hta.page import DASH, Cell, Section, Shown, Table
+from captum_hta.hidden_sections import of_hidden_tokens
+from captum_hta.page import DASH, ERROR, Cell, Section, Shown, Table
 from captum_hta.paper import Found
+from captum_hta.patterns import PATTERNS, QUANTITIES
 from captum_hta.study import SOURCES, Study, finite
 
 PAPER = "Pascual et al. 2021"
@@ -33,21 +35,19 @@ HEAD_COLUMNS = {
     "rows_left_out": "rows left out",
     "examples": "examples",
 }
-MIXING_COLUMNS = {
-    "layer": "layer",
-    "own_mean": "own share, mean",
-    "own_lower_quartile": "lower quartile",
-    "own_median": "median",
-    "own_upper_quartile": "upper quartile",
-    "own_is_largest": "own is largest",
-    "own_rank": "mean rank of own",
+
+PATTERN_COLUMNS = {
+    "pattern": "pattern",
+    "name": "head",
+    "attention": "attention",
+    "input": "input contribution",
 }
 
 # --- sections with figures -------------------------------------------------------------------------
 
 
 def figures(study: Study) -> list[Section]:
-    """The sections that show figures: those after the papers' Figures 1 to 6, and those of hidden tokens."""
+    """The sections that show figures: those after Figures 1 to 7 of the paper, and those of hidden tokens."""
     correlations, positions = study.correlations(), study.relative_positions()
     return [
         Section(
@@ -81,7 +81,8 @@ def figures(study: Study) -> list[Section]:
                 )
             ],
         ),
-        *([] if study.mixing is None else [_of_hidden_tokens(study.mixing.table())]),
+        *_of_patterns(study),
+        *of_hidden_tokens(study),
     ]
 
 
@@ -129,34 +130,71 @@ def _of_centres(study: Study) -> list[Shown]:
     ]
 
 
-def _of_hidden_tokens(mixing: pd.DataFrame) -> Section:
-    """After section 5 of Brunner et al. 2020."""
-    first, last = mixing.iloc[0], mixing.iloc[-1]
-    return Section(
-        "Hidden tokens",
-        "Contributions of input tokens to the hidden embedding after each block (Brunner et al. 2020, "
-        "section 5).",
-        [
-            Shown(
-                "figure7_own_share.png",
-                "How much hidden tokens keep of themselves",
-                f"The median share of a token's own input goes from {first['own_median']:.2f} to "
-                f"{last['own_median']:.2f}; it is the largest share for {first['own_is_largest']:.0%} of the "
-                f"tokens at first, for {last['own_is_largest']:.0%} at last.",
-                plots.own_share_figure(mixing),
-                descriptions.own_share(mixing),
-            ),
-            Shown(
-                "figure8_neighbours.png",
-                "From how far hidden tokens take the rest",
-                "What the two tokens at each distance give together, mean over tokens that have such "
-                "neighbours. The nearer the lines are to each other, the more widely context is spread.",
-                plots.neighbours_figure(mixing),
-                descriptions.neighbours(mixing),
-            ),
-        ],
-        [_mixing_table(mixing)],
+def _of_patterns(study: Study) -> list[Section]:
+    """Heads whose attention is of a simple pattern; none where no text attends to itself."""
+    if study.patterns is None or study.shown is None:
+        return []
+    chosen = study.patterns.chosen()
+    shown = Shown(
+        "figure7_patterns.png",
+        "Heads of simple patterns in one text",
+        "For each pattern the head whose attention is most of it, in one short text: each row is a query, "
+        "each column a key. Where the last column does not show the pattern, the head takes in other input "
+        "tokens than it looks at.",
+        plots.pattern_figure(study.shown),
+        descriptions.patterns(chosen),
     )
+    every = study.patterns.table().pivot(index=["layer", "head"], columns="pattern")
+    return [
+        Section(
+            "Heads of simple patterns",
+            "How much attention is on the previous token, the next token, the token itself and delimiters "
+            "(special tokens), and how broad it is: the entropy of its rows over that of even ones. Beside "
+            "it the same of the input contribution.",
+            [shown],
+            [
+                Table.of(
+                    chosen.assign(name=_head_names(chosen)),
+                    "The heads that are most of each pattern",
+                    "Shares of a whole of 1, means over rows; of broad heads the entropy, 1 of even rows.",
+                    PATTERN_COLUMNS,
+                ),
+                Table.of(
+                    _flat_patterns(every),
+                    "Patterns of attention and input contribution by head",
+                    "As above, the mean over rows ± its standard error by example.",
+                    {"name": "head"} | _pattern_names(),
+                    folded=True,
+                ),
+            ],
+        )
+    ]
+
+
+def _flat_patterns(every: pd.DataFrame) -> pd.DataFrame:
+    """A row for each head, a column for each quantity and pattern."""
+    flat = pd.DataFrame(
+        {
+            f"{quantity} {pattern}{end}": every[f"{quantity}{end}", pattern]
+            for quantity in QUANTITIES
+            for pattern in PATTERNS
+            for end in ("", ERROR)
+        }
+    ).reset_index()
+    return flat.assign(name=_head_names(flat))
+
+
+def _pattern_names() -> dict[str, str]:
+    titles = {"attention": "attention", "input": "input contribution"}
+    return {
+        f"{quantity} {pattern}": f"{titles[quantity]}, {pattern}"
+        for quantity in QUANTITIES
+        for pattern in PATTERNS
+    }
+
+
+def _head_names(table: pd.DataFrame) -> list[str]:
+    return [f"layer {layer}, head {head}" for layer, head in zip(table["layer"], table["head"], strict=True)]
 
 
 # --- sections with tables --------------------------------------------------------------------------
@@ -219,11 +257,7 @@ def _layer_table(layers: pd.DataFrame) -> Table:
 
 def _head_tables(correlations: pd.DataFrame) -> list[Table]:
     """A table for each source."""
-    names = [
-        f"layer {layer}, head {head}"
-        for layer, head in zip(correlations["layer"], correlations["head"], strict=True)
-    ]
-    table = correlations.assign(name=names)
+    table = correlations.assign(name=_head_names(correlations))
     return [
         Table.of(
             table[table["source"] == source],
@@ -235,18 +269,6 @@ def _head_tables(correlations: pd.DataFrame) -> list[Table]:
         )
         for source in SOURCES
     ]
-
-
-def _mixing_table(mixing: pd.DataFrame) -> Table:
-    distances = [name for name in mixing if name.startswith("at_distance_")]
-    return Table.of(
-        mixing.rename(columns={"own_error": "own_mean_error"}),
-        "Hidden tokens by layer",
-        "Shares of a whole of 1: of a token's own input (mean ± its standard error by example, quartiles "
-        "over tokens), of the tokens for which that is the largest, and of the two tokens at each distance "
-        "together. Of the ranks of a token's own input, the largest is 1.",
-        MIXING_COLUMNS | {name: f"{name.removeprefix('at_distance_')} away" for name in distances},
-    )
 
 
 # --- sentences -------------------------------------------------------------------------------------

@@ -26,9 +26,10 @@ class Pairing:
     fields: tuple[str, ...] | None
     label: str | None = None
 
-    def folder(self, output: Path) -> Path:
-        """Where its results go."""
-        return output if self.label is None else output / _file_name(self.label)
+    @property
+    def folder(self) -> str:
+        """Where its results go in the folder of all."""
+        return _file_name(self.label or "")
 
 
 def pairings(
@@ -82,7 +83,7 @@ def _labelled(runs: Sequence[Pairing]) -> list[Pairing]:
         )
         for run in runs
     ]  # fmt: skip
-    folders = [_file_name(run.label) for run in labelled]
+    folders = [run.folder for run in labelled]
     twice = sorted({name for name in folders if folders.count(name) > 1})
     if twice:
         raise UserError(f"two runs would be called {', '.join(twice)!r}: tell them apart with --label")

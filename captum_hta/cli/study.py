@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from captum_hta import __version__, corpus, report, study
+from captum_hta import __version__, corpus, report, study, together
 from captum_hta.cli.options import (
     Adapter,
     Corpus,
@@ -149,8 +149,12 @@ def run_study(
         "keep_contributions": keep_contributions,
     }  # fmt: skip
     check_folder(output)
-    for run in runs:
-        _Run(run, run.folder(output), arguments, strict).do()
+    if len(runs) == 1:
+        _Run(runs[0], output, arguments, strict).do()
+        return
+    parts = [_Run(run, output / run.folder, arguments, strict).do() for run in runs]
+    together.write(output, parts)
+    out.print(f"All side by side: {output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class _Run:
     arguments: dict[str, Any]
     strict: bool
 
-    def do(self) -> study.Study:
+    def do(self) -> together.Part:
         """Study, write and print."""
         started = time.perf_counter()
         check_folder(self.folder)
@@ -190,7 +194,7 @@ class _Run:
         record = self._record(model, read, cut, found, time.perf_counter() - started)
         report.write(self.folder, found, record, model.num_layers)
         print_study(found, model, self.folder, record["counts"])
-        return found
+        return together.Part(self.pairing.label or "", self.pairing.folder, found, record, model.num_layers)
 
     def _setting(self, model: Model) -> study.Setting:
         asked = self.arguments
