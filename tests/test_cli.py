@@ -23,7 +23,7 @@ from families import tiny
 from PIL import Image
 from test_inputs import byte_level
 
-from captum_hta import __version__, cli, contributions, report
+from captum_hta import __version__, cli, contributions, open_study, report
 from captum_hta.cli import explain
 from captum_hta.integrations import transformer_lens
 from captum_hta.integrations.transformer_lens import TransformerLensModel
@@ -496,6 +496,73 @@ def test_study_again_in_the_same_folder(command: Command, tmp_path: Path) -> Non
         assert command("study", data, *FAST, "--out", "out").code == 0
         found.append((tmp_path / "out" / "correlations.csv").read_text())
     assert found[0] == found[1]
+
+
+def test_texts_are_chosen(command: Command, tmp_path: Path) -> None:
+    """By their length, which is said, and by their fields."""
+    lines = [b'{"de": "Hunde bellen laut."}', b'{"de": "Ja."}', b'{"de": "Nein."}']
+    data = written(tmp_path, *lines)
+    done = command("study", data, *FAST, "--fields", "de", "--max-tokens", "4", "--out", "out")
+    assert "1 text left out by --max-tokens." in done.out
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["counts"].items() >= {"examples": 2, "too_long": 1, "bad_lines": 0}.items()
+    assert record["arguments"]["fields"] == "de"
+    again = command("study", data, *FAST, "--fields", "de", "--max-tokens", "2", "--out", "none")
+    again.fails("every text of data.jsonl has more tokens than --max-tokens 2")
+
+
+def test_a_sample(command: Command, tmp_path: Path) -> None:
+    """The same for one seed, and not the first lines for every seed."""
+    lines = [b'{"text": "%s"}' % (b"dogs " * count) for count in (1, 2, 3, 4)]
+    data, found = written(tmp_path, *lines), []
+    for number, seed in enumerate(("1", "1", "2", "3", "4")):
+        options = ("--limit", "1", "--sample", seed, "--out", str(number))
+        assert command("study", data, *FAST, *options).code == 0
+        found.append(json.loads((tmp_path / str(number) / "run.json").read_text())["counts"]["tokens"])
+    assert found[0] == found[1]
+    assert len(set(found)) > 1
+    command("study", data, "--sample", "1", "--out", "out").fails("--limit")
+
+
+def test_several_studies(command: Command, tmp_path: Path) -> None:
+    """Each in a folder of its own, and a page that sets them side by side."""
+    data = written(tmp_path, b'{"en": "Dogs bark.", "de": "Hunde bellen."}', b'{"en": "Yes.", "de": "Ja."}')
+    options = ("--fields", "en", "--fields", "de", "--label", "English", "--label", "German")
+    done = command("study", data, *FAST, *options, "--out", "out")
+    assert done.code == 0
+    assert "All side by side: " in done.out
+    folder = tmp_path / "out"
+    for name in ("English", "German"):
+        assert json.loads((folder / name / "run.json").read_text())["label"] == name
+    page = (folder / "report.html").read_text()
+    assert 'href="English/report.html"' in page
+    assert "2 studies side by side" in page
+    centres = pd.read_csv(folder / "centres_of_mass.csv")
+    assert set(centres["label"]) == {"English", "German"}
+    alone = pd.read_csv(folder / "German" / "centres_of_mass.csv")
+    both = centres[centres["label"] == "German"].drop(columns="label").reset_index(drop=True)
+    pd.testing.assert_frame_equal(both, alone)
+
+
+def test_contributions_are_kept(command: Command, tmp_path: Path) -> None:
+    """And without the option they are refused for a folder that keeps them."""
+    data = written(tmp_path, *GOOD[:2])
+    assert command("study", data, *FAST, "--keep-contributions", "--out", "out").code == 0
+    kept = open_study(tmp_path / "out")
+    assert len(kept) == 2
+    assert kept[0]["input"].shape[:2] == (len(set(kept.tables["correlations"]["layer"])), 12)
+    command("study", data, *FAST, "--out", "out").fails("keep_contributions True (now False)")
+
+
+def test_a_study_of_a_dataset(command: Command, tmp_path: Path) -> None:
+    """By the name of a folder here, since there is no network."""
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "test.jsonl").write_bytes(b"\n".join(GOOD[:2]))
+    name = f"{tmp_path / 'set'}:test"
+    assert command("study", "--dataset", name, *FAST, "--out", "out").code == 0
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["arguments"]["data"] == name
+    command("study", "--dataset", "none:such:set", "--out", "no").fails("the dataset none:such:set cannot")
 
 
 # --- pictures ------------------------------------------------------------------------------------

@@ -147,6 +147,18 @@ def of_lengths(layers: int, lengths: list[int]) -> pd.DataFrame:
     return agreement.table()
 
 
+def of_studies(labels: int, layers: int) -> pd.DataFrame:
+    """Centres of mass of several studies, the later ones of fewer layers."""
+    tables = [
+        tidy(quantity=["attention", "input"], layer=range(max(1, layers - label)), head=range(3)).assign(
+            label=f"study {label}"
+        )
+        for label in range(labels)
+    ]
+    every = pd.concat(tables, ignore_index=True)
+    return every.assign(centre_of_mass=np.random.default_rng(0).normal(0, 2, len(every)))
+
+
 def of_identified_tokens(layers: int, learnt: bool = True) -> pd.DataFrame:
     """A table of identifiability; where no map is learnt, with one text and no errors."""
     table = tidy(layer=range(layers), map=MAPS, distance=DISTANCES)
@@ -202,6 +214,10 @@ CASES |= {
         of_identified_tokens(layers, learnt),
     )
     for layers, learnt in ((1, True), (6, True), (6, False), (24, True))
+}
+CASES |= {
+    f"together_{labels}x{layers}": (plots.centres_together_figure, of_studies(labels, layers), "attention")
+    for labels, layers in ((1, 1), (2, 6), (7, 24))
 }
 SMALL = ["overlay_3x3", "heatmap_3x1", "correlation_2x2", "positions_2x2", "centres_2x2"]
 
@@ -444,6 +460,19 @@ def test_effective_figure() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("quantity", ["attention", "input"])
+def test_centres_together_figure(quantity: str) -> None:
+    """A line for each study, the mean over its heads, as far as it has layers."""
+    table = of_studies(3, 5)
+    figure = plots.centres_together_figure(table, quantity)
+    *lines, _ = figure.axes[0].lines
+    assert [line.get_label() for line in lines] == ["study 0", "study 1", "study 2"]
+    for number, line in enumerate(lines):
+        rows = table.query(f"label == 'study {number}' and quantity == '{quantity}'")
+        expected = [rows[rows["layer"] == layer]["centre_of_mass"].mean() for layer in range(5 - number)]
+        np.testing.assert_allclose(line.get_ydata(), expected)
+
+
 @pytest.mark.parametrize("learnt", [True, False], ids=["learnt", "bare"])
 def test_identifiability_figure(learnt: bool) -> None:
     """A panel for each distance, a line for each map that there is, and one for chance."""
@@ -474,7 +503,7 @@ def test_the_figures_of_a_study_are_all_here() -> None:
         "heatmaps", "overlays", "correlation_figure", "histogram_figure", "centre_figure",
         "agreement_figure", "faithfulness_figure", "own_share_figure", "neighbours_figure",
         "pattern_figure", "effective_figure",
-        "identifiability_figure",
+        "identifiability_figure", "centres_together_figure",
     }  # fmt: skip
     own = {name for name in public if vars(plots)[name].__module__ == plots.__name__}
     assert own - {"undrawable"} == made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -143,6 +144,30 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="000003"):
         write_whole(tmp_path / "parts" / "000003.safetensors", lambda path: path.write_bytes(b"x"))
     assert not list((tmp_path / "parts").glob("*.part"))
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the file and what to do; what was written before can still be read."""
+    shards = Shards(tmp_path, {})
+    shards.write(1, {"a": np.ones(2)})
+
+    def full(arrays: dict, path: Path) -> None:
+        path.write_bytes(b"half a fi")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("captum_hta.shards.save_file", full)
+    with pytest.raises(OSError, match=r"000002\.safetensors cannot be written \(No space left.*make room"):
+        shards.write(2, {"a": np.zeros(2)})
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.safetensors", "settings.json"]
+    np.testing.assert_array_equal(shards.read(1)["a"], np.ones(2))
+
+
+def test_a_part_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    """With its file, which can be deleted."""
+    shards = Shards(tmp_path, {})
+    (tmp_path / "000001.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(OSError, match=r"000001\.safetensors cannot be read .*: delete it"):
+        shards.read(1)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ import torch
 from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
 from scipy import stats
 
+from captum_hta.baselines import EffectiveAttention
 from captum_hta.contributions import Contributions, contributions
+from captum_hta.effective import EffectiveAgreement
+from captum_hta.patterns import Patterns, delimiters
 from captum_hta.study import Setting, Study, run
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
@@ -305,3 +309,94 @@ def test_small_studies_have_all_columns(model: TransformerLensModel, study: Stud
     assert found.correlations()["rows"].tolist() == [0] * 8
     assert found.correlations()["rows_left_out"].tolist() == [4] * 8
     assert list(found.layer_summary()) == list(study.layer_summary())
+
+
+# --- further analyses ------------------------------------------------------------------------------
+
+
+def test_patterns_are_of_the_input_contribution(
+    model: TransformerLensModel, study: Study, singles: list[Any]
+) -> None:
+    """And of attention, text by text, with the delimiters that the tokenizer tells."""
+    expected = Patterns.empty([0, 1], 2)
+    for text, single in zip(TEXTS, singles, strict=True):
+        found = single["input"]
+        expected.add(found["attention"], found["values"], delimiters(model.encode(text)))
+    pd.testing.assert_frame_equal(study.patterns.table(), expected.table(), rtol=0, atol=1e-10)
+    assert {"delimiters", "itself"} <= set(study.patterns.chosen()["pattern"])
+    assert len(study.shown.titles) == len(study.patterns.chosen())
+
+
+def test_effective_attention_is_that_of_the_baseline(model: TransformerLensModel, study: Study) -> None:
+    """Text by text."""
+    expected = EffectiveAgreement.empty([0, 1], 8, model.d_head)
+    for text in TEXTS:
+        effective = EffectiveAttention(model).attribute([text])[0].double().numpy()
+        expected.add(contributions(model, [text]).attention[0].double().numpy(), effective)
+    assert (expected.by_width.counts[:, 1] > 0).all() == (model.d_head < 8)
+    pd.testing.assert_frame_equal(study.effective.table(), expected.table(), rtol=0, atol=1e-6)
+
+
+def test_identifiability_of_few_texts(study: Study) -> None:
+    """All of them are for the test, and nothing is learnt."""
+    table = study.identifiability.table()
+    assert (table["test_sentences"] == len(TEXTS)).all()
+    assert table.query("map == 'none'")["identified"].notna().all()
+    assert table.query("map != 'none'")["identified"].isna().all()
+
+
+@pytest.mark.parametrize("measure", ["pearson", "spearman"])
+@pytest.mark.parametrize("source", ["previous_layer", "input"])
+def test_special_tokens_left_out(
+    model: TransformerLensModel, singles: list[Any], source: str, measure: str
+) -> None:
+    """Correlations are of the other tokens among themselves."""
+    table = run(model, TEXTS, Setting(n_probes=None, exclude_special=True)).correlations()
+    for layer, head in np.ndindex(2, 2):
+        rows = []
+        for text, single in zip(TEXTS, singles, strict=True):
+            kept = np.flatnonzero(~delimiters(model.encode(text)))
+            assert 0 < len(kept) < len(model.encode(text))
+            matrices = (single[source][name][layer, head] for name in ("attention", "values"))
+            found = [matrix[np.ix_(kept, kept)] for matrix in matrices]
+            if len(kept) > 2:
+                rows += [getattr(stats, measure + "r")(*pair).statistic for pair in zip(*found, strict=True)]
+        entry = row(table, source=source, layer=layer, head=head)
+        assert entry[measure] == pytest.approx(np.mean(rows), abs=1e-10)
+        assert entry["rows"] == len(rows)
+
+
+def test_shares_without_special_tokens(model: TransformerLensModel, singles: list[Any]) -> None:
+    """Are shares of the whole that is left; distances count the tokens that are left."""
+    found = run(model, TEXTS, Setting(n_probes=None, exclude_special=True))
+    own = []
+    for text, single in zip(TEXTS, singles, strict=True):
+        kept = np.flatnonzero(~delimiters(model.encode(text)))
+        values = single["input"]["values"][:, :, kept][..., kept]
+        own.append((values / values.sum(-1, keepdims=True)).diagonal(0, -2, -1))
+    positions = found.relative_positions().query("quantity == 'input' and offset == 0")
+    np.testing.assert_allclose(positions["value"], np.concatenate(own, -1).mean(-1).ravel(), atol=1e-10)
+    assert "delimiters" not in set(found.patterns.chosen()["pattern"])
+
+
+def test_special_tokens_that_are_not_known(
+    model: TransformerLensModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cannot be left out, and that is said."""
+    encode = model.encode
+    monkeypatch.setattr(model, "encode", lambda *text: replace(encode(*text), words=None))
+    with pytest.raises(ValueError, match="does not tell special tokens"):
+        run(model, TEXTS, Setting(exclude_special=True))
+
+
+def test_time_is_counted_by_part(study: Study) -> None:
+    """Every part of the run has its seconds."""
+    parts = {"attention", "previous_layer", "input and hidden", "statistics", "identifiability"}
+    assert set(study.watch.seconds) == parts
+    assert min(study.watch.seconds.values()) > 0
+
+
+def test_a_text_of_special_tokens_alone(model: TransformerLensModel) -> None:
+    """Leaves nothing to study, which is no error."""
+    found = run(model, ["", "a b c"], Setting(n_probes=None, exclude_special=True))
+    assert found.correlations()["examples"].eq(1).all()

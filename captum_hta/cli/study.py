@@ -279,9 +279,7 @@ def print_study(found: study.Study, model: Model, folder: Path, counts: dict[str
         print_error(source, errors["mean"], errors["largest"])
     left_out = {
         f"{counted(counts['bad_lines'], 'bad line')} skipped.": counts["bad_lines"],
-        f"{counted(counts['too_long'], 'text')} left out, since they are longer than --max-tokens.": counts[
-            "too_long"
-        ],
+        f"{counted(counts['too_long'], 'text')} left out by --max-tokens.": counts["too_long"],
         f"{counted(counts['cut'], 'text')} cut, since {model.name} reads {model.max_length}.": counts["cut"],
     }
     for sentence, count in left_out.items():

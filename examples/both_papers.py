@@ -1,0 +1,41 @@
+"""Both papers on one model and corpus: a small study, read back, and the same from the hub for a patient reader.
+
+Without arguments: the demo model on 16 of the pairs that come with the package, in a minute. With ``--full``,
+which needs a network: bert-base-uncased on the corpus of "Telling BERT's Full Story", MNLI.
+"""
+
+import sys
+import tempfile
+
+from captum_hta import open_study
+from captum_hta.cli import main
+
+SMALL = ["--limit", "16", "--probes", "4"]
+FULL = [
+    "--model", "bert-base-uncased", "--dataset", "nyu-mll/glue:mnli:validation_matched",
+    "--max-tokens", "64", "--limit", "1000", "--sample", "0",
+]  # fmt: skip
+full = "--full" in sys.argv
+folder = "bert-base-mnli" if full else tempfile.mkdtemp()
+status = main(["study", *(FULL if full else SMALL), "--keep-contributions", "--out", folder])
+assert status == 0
+
+study = open_study(folder)
+for finding in study.run["beside_the_paper"]:
+    holds = {True: "holds", False: "does not hold", None: "was not measured"}[finding["holds"]]
+    print(f"{finding['sentence']}: {finding['number']} ({finding['paper']}), which {holds}")
+
+# Attention agrees with what enters a block, and less and less with the input.
+correlations = study.tables["correlations"]
+median = correlations.groupby(["source", "layer"])["pearson"].median()
+assert median["previous_layer"].iloc[1:].min() > median["input"].iloc[1:].max()
+
+# Hidden tokens keep less of themselves from layer to layer, and can be told all the same.
+mixing = study.tables["mixing"]
+assert mixing["own_median"].is_monotonic_decreasing
+identified = study.tables["identifiability"].query("map == 'none' and distance == 'cosine'")
+assert identified["identified"].min() > 5 * identified["chance"].max()
+
+# Every matrix is there for questions of one's own: how much of [CLS] is in what the last layer says at it?
+last = [study[number]["input"][-1, :, 0, 0].mean() for number in study]
+print(f"[CLS] in the last layer takes {sum(last) / len(last):.1%} from its own embedding")
