@@ -150,8 +150,8 @@ class Study:
         attention = _among(whole, kept)
         self.positions["attention"].add(attention)
         rows = StandardRows.of(attention)
-        for source in SOURCES:
-            values = _among(_array(results[source].values), kept)
+        contributed = {source: _among(_array(results[source].values), kept) for source in SOURCES}
+        for source, values in contributed.items():
             pearson, spearman = rows.correlations(StandardRows.of(values))
             self.pearson[source].add(pearson)
             self.spearman[source].add(spearman)
@@ -160,7 +160,7 @@ class Study:
         if self.mixing is not None:
             self.mixing.add(_among(_array(results[HIDDEN].values), kept))
         if self.patterns is not None:
-            self.patterns.add(attention, values, special[kept])
+            self.patterns.add(attention, contributed["input"], special[kept])
 
     def add_group(self, model: Model, encodings: Sequence[Encoding], setting: Setting) -> list[Matrices]:
         """Add a few texts, and give the matrices of each."""
@@ -355,8 +355,8 @@ def run(
         advance_maps: Called with the share of the maps of hidden tokens, which come last, that has been done.
 
     Raises:
-        ValueError: As :func:`captum_hta.contributions`; or if special tokens are to be left out and the
-            tokenizer does not tell them.
+        ValueError: As :func:`captum_hta.contributions`; or if special tokens are to be left out and none is
+            known, or the keys are of another text.
         OSError: If a part cannot be written or read.
     """
     corpus = _Corpus(model, texts, setting)
@@ -393,13 +393,27 @@ class _Corpus:
         named = range(model.num_layers) if setting.layers is None else setting.layers
         self.layers = [layer % model.num_layers for layer in named]
         self._cost = sum(length**2 for length in lengths)
-        if setting.exclude_special and not delimiters(self.read(0)).any():
+        if setting.exclude_special:
+            self._check_special()
+
+    def _check_special(self) -> None:
+        if not self.is_selfattention:
             raise ValueError(
-                f"the tokenizer of {model.name} does not tell special tokens: they cannot be excluded"
+                "special tokens can be left out of self-attention only: its keys are its queries"
+            )
+        if not any(delimiters(self.read(row)).any() for row in range(len(self.texts))):
+            raise ValueError(
+                f"{self.model.name} adds no special token to these texts, or its tokenizer does not tell "
+                "them: there is none to be left out"
             )
 
     def read(self, row: int) -> Encoding:
         return encoded(self.model, self.texts[row], row, self.setting.truncation)
+
+    def some(self, count: int) -> list[Encoding]:
+        """That many of the texts, or all, at random."""
+        rows = random.Random(self.setting.seed).sample(range(len(self.texts)), min(count, len(self.texts)))
+        return [self.read(row) for row in sorted(rows)]
 
     def share(self, rows: Sequence[Sequence[int]]) -> float:
         """The share of the whole cost that groups of texts have."""
@@ -466,15 +480,15 @@ def _identifiability(
     corpus: _Corpus, watch: Stopwatch, shards: Shards | None, advance: Callable[[float], object]
 ) -> Identifiability:
     """How well hidden tokens of some texts tell their input tokens."""
-    name, seed = "identifiability", corpus.setting.seed
+    name = "identifiability"
     if shards is not None and name in shards:
-        return Identifiability.of(shards.read(name))
-    chosen = random.Random(seed).sample(range(len(corpus.texts)), min(SENTENCES, len(corpus.texts)))
+        arrays = shards.read(name)
+        watch.merge(Stopwatch({name: float(arrays["seconds"][0])}))
+        return Identifiability.of(arrays)
     with watch(name):
-        texts = [corpus.read(row) for row in sorted(chosen)]
-        found = identify(corpus.model, texts, corpus.layers, seed, advance)
+        found = identify(corpus.model, corpus.some(SENTENCES), corpus.layers, corpus.setting.seed, advance)
     if shards is not None:
-        shards.write(name, found.arrays())
+        shards.write(name, found.arrays() | {"seconds": np.array([watch.seconds[name]])})
     return found
 
 

@@ -385,7 +385,7 @@ def test_special_tokens_that_are_not_known(
     """Cannot be left out, and that is said."""
     encode = model.encode
     monkeypatch.setattr(model, "encode", lambda *text: replace(encode(*text), words=None))
-    with pytest.raises(ValueError, match="does not tell special tokens"):
+    with pytest.raises(ValueError, match="adds no special token to these texts"):
         run(model, TEXTS, Setting(exclude_special=True))
 
 
