@@ -1,7 +1,7 @@
 """Both papers on one model and corpus: a small study, read back.
 
 Without arguments: the demo model on 16 of the pairs that come with the package, in a minute or two. With
-``--full``, which needs a network and hours: bert-base-uncased on MNLI, the corpus of "Telling BERT's Full Story".
+``--full``, which needs a network and hours: bert-base-uncased on MNLI, as in "Telling BERT's Full Story".
 """
 
 import sys
