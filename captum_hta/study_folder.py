@@ -36,7 +36,12 @@ def open_study(folder: str | Path) -> StudyFolder:
     """
     folder = Path(folder)
     if not (folder / "run.json").is_file():
-        raise ValueError(f"{folder} holds no finished study: name the folder that --out of a study named")
+        several = sorted(path.parent.name for path in folder.glob("*/run.json"))
+        raise ValueError(
+            f"{folder} holds several studies: open one of its folders, {', '.join(several)}"
+            if several
+            else f"{folder} holds no finished study: name the folder that --out of a study named"
+        )
     return StudyFolder(folder)
 
 

@@ -80,6 +80,15 @@ def test_a_folder_without_a_study(tmp_path: Path) -> None:
         open_study(tmp_path)
 
 
+def test_a_folder_of_several_studies(tmp_path: Path) -> None:
+    """Which there are is said."""
+    for name in ("German", "English"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="open one of its folders, English, German"):
+        open_study(tmp_path)
+
+
 def test_a_study_that_kept_nothing(tmp_path: Path) -> None:
     """Its tables are there, and how to have matrices is said."""
     (tmp_path / "run.json").write_text("{}")
