@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from captum_hta.mixing import by_distance
 from captum_hta.plots import MAPS
 
 NEAR = {0: "the token itself", -1: "the token before", 1: "the token after"}
@@ -74,11 +75,11 @@ def own_share(mixing: pd.DataFrame) -> str:
 
 def neighbours(mixing: pd.DataFrame) -> str:
     """Of :func:`captum_hta.plots.neighbours_figure`."""
-    given = mixing.set_index("layer").filter(like="at_distance_").dropna(axis=1, how="all")
+    given = by_distance(mixing.set_index("layer")).dropna(axis=1, how="all")
     if given.empty:
         return "A plot without lines over the layers, since no text has a token with neighbours."
     ends = dict.fromkeys([given.columns[0], given.columns[-1]])
-    told = [f"at distance {name.removeprefix('at_distance_')} it {_course(given[name])}" for name in ends]
+    told = [f"at distance {distance} it {_course(given[distance])}" for distance in ends]
     return (
         f"A line over the layers for each of {given.shape[1]} distances: what the two tokens there give "
         f"together; {'; '.join(told)}."

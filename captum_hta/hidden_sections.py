@@ -9,6 +9,7 @@ import pandas as pd
 from captum_hta import descriptions, plots
 from captum_hta.effective import EffectiveAgreement
 from captum_hta.identifiability import Identifiability
+from captum_hta.mixing import by_distance
 from captum_hta.page import Section, Shown, Table
 from captum_hta.study import Study
 
@@ -72,14 +73,14 @@ def _of_mixing(mixing: pd.DataFrame) -> Section:
 
 
 def _mixing_table(mixing: pd.DataFrame) -> Table:
-    distances = [name for name in mixing if name.startswith("at_distance_")]
+    distances = by_distance(mixing).columns
     return Table.of(
-        mixing.rename(columns={"own_error": "own_mean_error"}),
+        mixing,
         "Hidden tokens by layer",
-        "Shares of a whole of 1: of a token's own input (mean ± its standard error by example, quartiles "
-        "over tokens), of the tokens for which that is the largest, and of the two tokens at each distance "
-        "together. Of the ranks of a token's own input, the largest is 1.",
-        MIXING_COLUMNS | {name: f"{name.removeprefix('at_distance_')} away" for name in distances},
+        "Shares of a whole of 1: of a token's own input (mean, and quartiles over tokens), of the tokens for "
+        "which that is the largest, and of the two tokens at each distance together. Of the ranks of a "
+        "token's own input, the largest is 1. Means are ± their standard errors by example.",
+        MIXING_COLUMNS | {f"at_distance_{distance}": f"{distance} away" for distance in distances},
     )
 
 

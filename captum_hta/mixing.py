@@ -62,25 +62,35 @@ class Mixing:
         return {name: getattr(self, name) for name in names}
 
     def table(self) -> pd.DataFrame:
-        """A row for each layer: the share of a token's own input (mean, its error by example, quartiles), how
-        often it is the largest, its mean rank; and what its neighbours at each distance that occurs give.
+        """A row for each layer: the share of a token's own input (mean and quartiles), how often it is the
+        largest, its mean rank; and what its neighbours at each distance that occurs give. Means have errors
+        by example.
         """
         table = pd.DataFrame(
             {
                 "layer": self.layers,
                 "own_mean": self.own.mean(),
-                "own_error": self.own.standard_error(),
+                "own_mean_error": self.own.standard_error(),
                 "own_median": self.own_spread.quantile(0.5),
                 "own_lower_quartile": self.own_spread.quantile(0.25),
                 "own_upper_quartile": self.own_spread.quantile(0.75),
                 "own_is_largest": self.largest.mean(),
+                "own_is_largest_error": self.largest.standard_error(),
                 "own_rank": self.rank.mean(),
+                "own_rank_error": self.rank.standard_error(),
             }
         )
-        neighbours = self.neighbours.mean()
+        neighbours, errors = self.neighbours.mean(), self.neighbours.standard_error()
         for step in np.flatnonzero(self.neighbours.counts.any(0)):
             table[f"at_distance_{step + 1}"] = neighbours[:, step]
+            table[f"at_distance_{step + 1}_error"] = errors[:, step]
         return table
+
+
+def by_distance(table: pd.DataFrame) -> pd.DataFrame:
+    """Of the columns of :meth:`Mixing.table` those that tell what neighbours give, by their distance."""
+    given = table.filter(regex=r"^at_distance_\d+$")
+    return given.rename(columns=lambda name: int(name.removeprefix("at_distance_")))
 
 
 def _at_distance(values: Array, step: int) -> Array:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from captum_hta.mixing import by_distance
 from captum_hta.study import Study, finite
 
 BERT_LAYERS, BERT_HEADS = 12, 144
@@ -156,7 +157,7 @@ def _mixing(study: Study, layers: list[int]) -> pd.DataFrame:
 
 def _distances(study: Study, layers: list[int]) -> pd.DataFrame:
     """What the pairs of tokens at each distance give to hidden tokens after these layers."""
-    return _mixing(study, layers).filter(like="at_distance_")
+    return by_distance(_mixing(study, layers))
 
 
 def _first_own_share(study: Study, num_layers: int) -> float:

@@ -18,6 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
 
+from captum_hta.mixing import by_distance
 from captum_hta.patterns import PatternExamples
 
 ATTENTION, PREVIOUS, INPUT = "#4c72b0", "#55a868", "#c44e52"
@@ -406,16 +407,15 @@ def _with_error(axis: Axes, rows: pd.DataFrame, colour: str) -> None:
 def neighbours_figure(mixing: pd.DataFrame) -> Figure:
     """Brunner et al. 2020, section 5: what the tokens at each distance give to a hidden token together."""
     layers = sorted(mixing["layer"])
-    columns = [name for name in mixing.columns if name.startswith("at_distance_")]
-    columns = [name for name in columns if mixing[name].notna().any()]
-    shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, max(1, len(columns))))
+    given = by_distance(mixing).dropna(axis=1, how="all")
+    shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, max(1, given.shape[1])))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(max(6.4, 0.4 * len(layers) + 3), 3.4), layout="constrained")
         axis = figure.subplots()
-        for name, shade in zip(columns, shades, strict=False):
+        for (distance, values), shade in zip(given.items(), shades, strict=False):
             axis.plot(
-                mixing["layer"], mixing[name], color=shade, marker="o", markersize=3,
-                label=name.removeprefix("at_distance_"),
+                mixing["layer"], values, color=shade, marker="o", markersize=3,
+                label=distance,
             )  # fmt: skip
         axis.set_ylim(0)
         axis.set_xlabel("layer")
@@ -423,7 +423,7 @@ def neighbours_figure(mixing: pd.DataFrame) -> Figure:
         axis.grid(axis="y", color="0.92")
         axis.set_axisbelow(True)
         axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
-        if columns:
+        if given.shape[1]:
             figure.legend(title="distance", loc="outside right center", frameon=False)
     return figure
 

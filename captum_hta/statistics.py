@@ -247,12 +247,16 @@ class Mean:
 
     def standard_error(self) -> Array:
         """``[*shape]``; NaN with fewer than two examples."""
-        mean = self.mean()
-        ss, sn, nn = self.squares
-        with np.errstate(invalid="ignore", divide="ignore"):
-            spread = np.clip(ss - 2 * mean * sn + mean**2 * nn, 0, None)
-            factor = np.where(self.examples > 1, self.examples / (self.examples - 1), np.nan)
-            return np.sqrt(factor * spread) / self.counts
+        return _ratio_error(self.mean(), self.counts, self.squares, self.examples)
+
+
+def _ratio_error(mean: Array, counts: Array, squares: tuple[Array, Array, Array], examples: Array) -> Array:
+    """The standard error of a ratio of sums over examples; see :class:`Mean`."""
+    ss, sn, nn = squares
+    with np.errstate(invalid="ignore", divide="ignore"):
+        spread = np.clip(ss - 2 * mean * sn + mean**2 * nn, 0, None)
+        factor = np.where(examples > 1, examples / (examples - 1), np.nan)
+        return np.sqrt(factor * spread) / counts
 
 
 @dataclass
@@ -266,11 +270,16 @@ class RelativePosition:
 
     sums: Array
     counts: Array
+    squares: tuple[Array, Array, Array]
+    examples: Array
 
     @classmethod
     def zero(cls, layers: int, heads: int, longest: int) -> RelativePosition:
         """An empty histogram for texts of at most ``longest`` tokens."""
-        return cls(np.zeros((layers, heads, 2 * longest - 1)), np.zeros(2 * longest - 1))
+        bins = 2 * longest - 1
+        shape = (layers, heads, bins)
+        squares = (np.zeros(shape), np.zeros(shape), np.zeros(bins))
+        return cls(np.zeros(shape), np.zeros(bins), squares, np.zeros(bins))
 
     @property
     def offsets(self) -> Array:
@@ -288,8 +297,12 @@ class RelativePosition:
             )
         for offset in range(1 - queries, keys):
             diagonal = np.diagonal(values, offset, axis1=-2, axis2=-1)
-            self.sums[..., middle + offset] += diagonal.sum(-1)
-            self.counts[middle + offset] += diagonal.shape[-1]
+            bin_, total, count = middle + offset, diagonal.sum(-1), diagonal.shape[-1]
+            self.sums[..., bin_] += total
+            self.counts[bin_] += count
+            self.examples[bin_] += 1
+            for square, product in zip(self.squares, (total**2, total * count, count**2), strict=True):
+                square[..., bin_] += product
 
     def merge(self, other: RelativePosition) -> None:
         """Add what another histogram of the same size has seen."""
@@ -297,19 +310,29 @@ class RelativePosition:
             raise ValueError(f"histograms of shapes {self.sums.shape} and {other.sums.shape} do not merge")
         self.sums += other.sums
         self.counts += other.counts
+        self.examples += other.examples
+        self.squares = tuple(a + b for a, b in zip(self.squares, other.squares, strict=True))
 
     def arrays(self) -> dict[str, Array]:
         """All that it holds, by name."""
-        return {"sums": self.sums, "counts": self.counts}
+        return {
+            "sums": self.sums, "counts": self.counts, "examples": self.examples,
+            **{f"squares{number}": square for number, square in enumerate(self.squares)},
+        }  # fmt: skip
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array]) -> RelativePosition:
         """The accumulator that holds :meth:`arrays`."""
-        return cls(arrays["sums"], arrays["counts"])
+        squares = tuple(arrays[f"squares{number}"] for number in range(3))
+        return cls(arrays["sums"], arrays["counts"], squares, arrays["examples"])
 
     def histogram(self) -> Array:
         """Mean value at each offset ``[layer, head, offset]``; zero at offsets that do not occur."""
         return self.sums / np.maximum(self.counts, 1)
+
+    def standard_error(self) -> Array:
+        """Of :meth:`histogram`, by example as that of :class:`Mean`; NaN at offsets of fewer than two."""
+        return _ratio_error(self.histogram(), self.counts, self.squares, self.examples)
 
     def centre_of_mass(self) -> Array:
         """Mean offset weighted by the histogram, ``[layer, head]``: negative is to the left."""

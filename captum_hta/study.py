@@ -276,17 +276,20 @@ class Study:
         return pd.DataFrame(rows)
 
     def relative_positions(self) -> pd.DataFrame:
-        """A row for each quantity, layer, head and offset that occurs: the mean value there."""
+        """A row for each quantity, layer, head and offset that occurs: the mean value there and its error by
+        example.
+        """
         frames = []
         for name in ("attention", "input"):
             position = self.positions[name]
             seen = position.counts > 0
-            histogram = position.histogram()[..., seen]
+            values = {"value": position.histogram(), "value_error": position.standard_error()}
             index = pd.MultiIndex.from_product(
                 [[name], self.layers, range(self.heads), position.offsets[seen]],
                 names=["quantity", "layer", "head", "offset"],
             )
-            frames.append(pd.Series(histogram.ravel(), index, name="value").reset_index())
+            columns = {name: numbers[..., seen].ravel() for name, numbers in values.items()}
+            frames.append(pd.DataFrame(columns, index).reset_index())
         return pd.concat(frames, ignore_index=True)
 
     def centres_of_mass(self) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from conftest import WordTokenizer, tiny_bert
 
 from captum_hta import contributions
 from captum_hta.integrations.transformer_lens import load_model
-from captum_hta.mixing import NEIGHBOURS, Mixing
+from captum_hta.mixing import NEIGHBOURS, Mixing, by_distance
 from captum_hta.statistics import BINS, Distribution
 from captum_hta.study import Setting, run
 
@@ -47,6 +47,7 @@ def test_one_token_at_a_time() -> None:
             assert found[f"own_{name}"] == pytest.approx(expected, abs=1 / BINS)
         for step, seen in near.items():
             assert found[f"at_distance_{step}"] == pytest.approx(np.mean(seen))
+        assert by_distance(table).loc[layer].tolist() == pytest.approx([np.mean(near[step]) for step in near])
 
 
 def test_a_model_that_mixes_nothing() -> None:

@@ -290,9 +290,9 @@ def test_the_page_shows_hidden_tokens(study: Study, folder: Path) -> None:
     mixing = study.mixing.table()
     assert rows[0][-7:] == [f"{distance} away" for distance in range(1, 8)]
     for row, one in zip(rows[1:], mixing.itertuples(), strict=True):
-        assert row[1] == f"{one.own_mean:.3f} ± {one.own_error:.3f}"
+        assert row[1] == f"{one.own_mean:.3f} ± {one.own_mean_error:.3f}"
         assert row[3] == f"{one.own_median:.3f}"
-        assert row[-1] == f"{one.at_distance_7:.3f}"
+        assert row[-1] == f"{one.at_distance_7:.3f} ± {one.at_distance_7_error:.3f}"
 
 
 def test_the_page_holds_findings_against_the_study(study: Study, folder: Path) -> None:

@@ -217,6 +217,21 @@ def test_relative_position_is_its_definition(lengths: list[int], longest: int) -
     check_definition(values, longest)
 
 
+def test_errors_of_relative_positions_are_those_of_means() -> None:
+    """At each offset, of the values that occur there, by example."""
+    values = patterns([3, 6, 4, 6])
+    position = position_of(values, 6)
+    for place, offset in enumerate(position.offsets):
+        mean = Mean.zero(2, 3)
+        for value in values:
+            if abs(offset) < value.shape[-1]:
+                mean.add(np.diagonal(value, offset, axis1=-2, axis2=-1))
+        np.testing.assert_allclose(position.histogram()[..., place], mean.mean(), rtol=1e-12)
+        np.testing.assert_allclose(
+            position.standard_error()[..., place], mean.standard_error(), rtol=1e-6, atol=1e-9
+        )
+
+
 @pytest.mark.parametrize("shape", [(2, 5), (5, 2), (1, 4), (4, 1)])
 def test_relative_position_of_cross_attention(shape: tuple[int, int]) -> None:
     """Keys are of another text than queries, shorter or longer, also among square ones."""
