@@ -16,7 +16,7 @@ from torch import Tensor
 from captum_hta import baselines
 from captum_hta.contributions import Contributions, contributions, encoded, groups, listed
 from captum_hta.model import Model, Text
-from captum_hta.statistics import MEASURES, Mean, ranked_rows, row_agreement, visible
+from captum_hta.statistics import MEASURES, Mean, in_sight, row_agreement, standard_ranks, visible
 
 Array = NDArray[np.float64]
 HTA = {"input": "HTA, input", "previous_layer": "HTA, previous layer"}
@@ -279,7 +279,7 @@ class Agreement:
             mean.add(rows)
 
     def _add_pairs(self, values: Mapping[str, Array], causal: bool) -> None:
-        ranked = {name: ranked_rows(value, causal) for name, value in values.items()}
+        ranked = {name: in_sight(standard_ranks, value, causal) for name, value in values.items()}
         for name, other in combinations_with_replacement(ranked, 2):
             rows = (ranked[name] * ranked[other]).sum(-1)
             self.pairs.setdefault((name, other), Mean.zero()).add(rows.ravel())

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from captum_hta.statistics import Mean, standard_values
+from captum_hta.statistics import Mean, is_causal, standard_values
 
 Array = NDArray[np.float64]
 STEP = 8
@@ -101,8 +101,7 @@ def matrix_correlations(first: Array, second: Array) -> Array:
         ``[layer, head]``; NaN where a matrix is constant, or has fewer than three entries.
     """
     queries, keys = first.shape[-2:]
-    causal = queries == keys and not np.triu(first, 1).any()
-    seen = np.tri(queries, keys, dtype=bool) if causal else np.ones((queries, keys), dtype=bool)
+    seen = np.tri(queries, keys, dtype=bool) if is_causal(first) else np.ones((queries, keys), dtype=bool)
     one, two = (standard_values(matrices[..., seen]) for matrices in (first, second))
     return np.einsum("lhk,lhk->lh", one, two).clip(-1, 1)
 

@@ -44,7 +44,6 @@ def of_hidden_tokens(study: Study) -> list[Section]:
 
 def _of_mixing(mixing: pd.DataFrame) -> Section:
     """After section 5 of Brunner et al. 2020."""
-    first, last = mixing.iloc[0], mixing.iloc[-1]
     return Section(
         "Hidden tokens",
         "Contributions of input tokens to the hidden embedding after each block (Brunner et al. 2020, "
@@ -53,9 +52,7 @@ def _of_mixing(mixing: pd.DataFrame) -> Section:
             Shown(
                 "figure8_own_share.png",
                 "How much hidden tokens keep of themselves",
-                f"The median share of a token's own input goes from {first['own_median']:.2f} to "
-                f"{last['own_median']:.2f}; it is the largest share for {first['own_is_largest']:.0%} of the "
-                f"tokens at first, for {last['own_is_largest']:.0%} at last.",
+                _sentence_of_own_share(mixing),
                 plots.own_share_figure(mixing),
                 descriptions.own_share(mixing),
             ),
@@ -81,6 +78,20 @@ def _mixing_table(mixing: pd.DataFrame) -> Table:
         "which that is the largest, and of the two tokens at each distance together. Of the ranks of a "
         "token's own input, the largest is 1. Means are ± their standard errors by example.",
         MIXING_COLUMNS | {f"at_distance_{distance}": f"{distance} away" for distance in distances},
+    )
+
+
+def _sentence_of_own_share(mixing: pd.DataFrame) -> str:
+    first, last = mixing.iloc[0], mixing.iloc[-1]
+    if len(mixing) == 1:
+        return (
+            f"The median share of a token's own input is {first['own_median']:.2f}; it is the largest share "
+            f"for {first['own_is_largest']:.0%} of the tokens."
+        )
+    return (
+        f"The median share of a token's own input goes from {first['own_median']:.2f} to "
+        f"{last['own_median']:.2f}; it is the largest share for {first['own_is_largest']:.0%} of the tokens "
+        f"at first, for {last['own_is_largest']:.0%} at last."
     )
 
 

@@ -16,7 +16,7 @@ from scipy.special import entr
 
 from captum_hta.contributions import Contributions
 from captum_hta.model import Encoding
-from captum_hta.statistics import Mean
+from captum_hta.statistics import Mean, is_causal
 
 Array = NDArray[np.float64]
 BROAD = "broad"
@@ -66,7 +66,7 @@ class Patterns:
                 f"patterns are of texts that attend to themselves, got {queries} queries, {keys} keys and "
                 f"{len(special)} marks of delimiters: leave cross attention out"
             )
-        causal = not np.triu(attention, 1).any()
+        causal = is_causal(attention)
         self.attention.add(row_patterns(attention, special, causal))
         self.input.add(row_patterns(input_values, special, causal))
 
@@ -132,10 +132,9 @@ def delimiters(encoding: Encoding) -> NDArray[np.bool_]:
     that begins a text, which is of no word. Full stops and commas are words. Where the tokenizer does not
     tell words, no token is known to be one.
     """
-    words = encoding.words
-    if words is None or all(word is None for word in words):
+    if encoding.words is None:
         return np.zeros(len(encoding), dtype=bool)
-    return np.array([word is None for word in words])
+    return np.array([word is None for word in encoding.words])
 
 
 # --- a text to show -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import io
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from captum_hta import plots
 from captum_hta.page import Section, rendered
 from captum_hta.paper import Found, findings
 from captum_hta.sections import beside_the_paper, error_sentences, figures, numbers, rows_left_out
+from captum_hta.shards import write_whole
 from captum_hta.study import Study, finite
 
 PACKAGES = ("captum-hta", "torch", "transformers", "captum", "transformer-lens", "numpy", "scipy")
@@ -52,11 +54,19 @@ def write(
         "run.json": json.dumps(record, indent=2) + "\n",
         "report.html": _page(study, sections, images, record),
     }
-    for name, image in images.items():
-        (folder / name).write_bytes(image)
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
-    return [folder / name for name in (*images, *texts)]
+    return write_files(folder, images, texts)
+
+
+def write_files(folder: Path, images: Mapping[str, bytes], texts: Mapping[str, str]) -> list[Path]:
+    """Write files by their names, each whole or not at all.
+
+    Raises:
+        OSError: If one cannot be written; says what to do.
+    """
+    contents = {**images, **{name: text.encode() for name, text in texts.items()}}
+    for name, content in contents.items():
+        write_whole(folder / name, partial(Path.write_bytes, data=content))
+    return [folder / name for name in contents]
 
 
 def _results(study: Study, found: Sequence[Found]) -> dict[str, Any]:

@@ -281,14 +281,19 @@ def _sentence_1(study: Study) -> str:
     if np.isnan(pearson) or np.isnan(spearman):
         return UNDEFINED
     return (
-        f"Within its own block a head takes in roughly what it attends to: {pearson:.0%} of the heads "
-        f"have a Pearson correlation above 0.85 ({PAPER}, BERT: 90%), and {spearman:.0%} a Spearman "
-        "correlation above 0.95 (75%)."
+        f"How far a head takes in, within its own block, what it attends to: {pearson:.0%} of the heads have "
+        f"a Pearson correlation above 0.85 ({PAPER}, BERT: 90%), and {spearman:.0%} a Spearman correlation "
+        "above 0.95 (75%)."
     )
 
 
 def _sentence_5(layers: pd.DataFrame) -> str:
     attention, inputs = layers["centre_of_mass_attention"], layers["centre_of_mass_input"]
+    if len(layers) == 1:
+        return (
+            f"The centre of the histograms of attention lies at {attention.item():+.2f}, that of the input "
+            f"contribution at {inputs.item():+.2f} (in relative positions, each weighed alike)."
+        )
     return (
         f"Over the layers the centre of the histograms of attention lies between {attention.min():+.2f} and "
         f"{attention.max():+.2f}, that of the input contribution between {inputs.min():+.2f} and "
@@ -300,12 +305,19 @@ def _sentence_6(layers: pd.DataFrame) -> str:
     pearson, spearman = layers["pearson_input_median"], layers["spearman_input_median"]
     if pearson.isna().any() or spearman.isna().any():
         return UNDEFINED
+    what = "How far attention tells what a head takes in of the input tokens: "
+    if len(layers) == 1:
+        return (
+            f"{what}the median over heads of the Pearson correlation is {pearson.item():.2f}, that of the "
+            f"Spearman correlation {spearman.item():.2f}."
+        )
     lowest = layers.loc[pearson.idxmin(), "layer"]
+    inside = layers["layer"].iloc[0] < lowest < layers["layer"].iloc[-1]
     return (
-        "How far attention tells what a head takes in of the input tokens: over the layers, the median "
-        f"Pearson correlation over heads goes from {pearson.iloc[0]:.2f} to {pearson.iloc[-1]:.2f}, with "
-        f"its lowest, {pearson.min():.2f}, in layer {lowest:.0f}; the median Spearman correlation goes "
-        f"from {spearman.iloc[0]:.2f} to {spearman.iloc[-1]:.2f}."
+        f"{what}over the layers, the median Pearson correlation over heads goes from {pearson.iloc[0]:.2f} "
+        f"to {pearson.iloc[-1]:.2f}"
+        + (f", with its lowest, {pearson.min():.2f}, in layer {lowest:.0f}" if inside else "")
+        + f"; the median Spearman correlation goes from {spearman.iloc[0]:.2f} to {spearman.iloc[-1]:.2f}."
     )
 
 
@@ -319,7 +331,12 @@ def error_sentences(study: Study) -> list[str]:
             sentences.append(f"{name} are estimates, {how}{errors['largest']:.4f}.")
         else:
             sentences.append(f"{name} are estimates from a single probe, whose error is not known.")
-    return sentences or ["All contributions are exact."]
+    sentences = sentences or ["All contributions are exact."]
+    if study.exclude_special:
+        sentences.append(
+            "Special tokens are left out of all statistics but identifiability and effective attention."
+        )
+    return sentences
 
 
 def rows_left_out(study: Study) -> dict[str, str]:

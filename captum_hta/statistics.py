@@ -6,7 +6,7 @@ Every accumulator holds plain sums, so examples may be added in any order and in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,9 +52,9 @@ class StandardRows:
     ranks: Array
 
     @classmethod
-    def of(cls, values: Array) -> StandardRows:
-        """Of any rows."""
-        return cls(standard_values(values), standard_ranks(values))
+    def of(cls, values: Array, causal: bool = False) -> StandardRows:
+        """Of any rows; of a causal model ``[..., query, key]``, each among the keys that its query sees."""
+        return cls(in_sight(standard_values, values, causal), in_sight(standard_ranks, values, causal))
 
     def correlations(self, other: StandardRows) -> tuple[Array, Array]:
         """Pearson's and Spearman's correlations, ``[...]``."""
@@ -71,6 +71,12 @@ def visible(queries: int, causal: bool) -> Iterator[tuple[slice, slice]]:
         return
     for query in range(queries):
         yield slice(query, query + 1), slice(0, query + 1)
+
+
+def is_causal(attention: Array) -> bool:
+    """Whether no query of attention ``[..., query, key]`` sees a later key."""
+    queries, keys = attention.shape[-2:]
+    return queries == keys and not np.triu(attention, 1).any()
 
 
 def row_agreement(first: Array, second: Array, top: int = 3) -> dict[str, Array]:
@@ -160,13 +166,15 @@ def _standard(rows: Array, varied: NDArray[np.bool_]) -> Array:
     return np.divide(centred, length, out=np.full(rows.shape, np.nan), where=varied[..., None])
 
 
-def ranked_rows(values: Array, causal: bool) -> Array:
-    """:func:`standard_ranks` of rows ``[..., query, key]``; of a causal model among the keys that their query
-    can see, and zero for the others.
+def in_sight(standard: Callable[[Array], Array], values: Array, causal: bool) -> Array:
+    """:func:`standard_values` or :func:`standard_ranks` of rows ``[..., query, key]``; of a causal model
+    among the keys that their query can see, and zero for the others.
     """
+    if not causal:
+        return standard(values)
     out = np.zeros(values.shape)
     for rows, keys in visible(values.shape[-2], causal):
-        out[..., rows, keys] = standard_ranks(values[..., rows, keys])
+        out[..., rows, keys] = standard(values[..., rows, keys])
     return out
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from captum_hta.baselines.attention import effective_attention
+from captum_hta.baselines.base import wide
 from captum_hta.contributions import Contributions, encoded, groups, jointly
 from captum_hta.effective import EffectiveAgreement
 from captum_hta.forecast import in_all
@@ -37,7 +38,7 @@ from captum_hta.patterns import (
 )
 from captum_hta.plan import Plan
 from captum_hta.shards import Shards
-from captum_hta.statistics import Distribution, Mean, RelativePosition, StandardRows
+from captum_hta.statistics import Distribution, Mean, RelativePosition, StandardRows, is_causal
 from captum_hta.stopwatch import Stopwatch
 from captum_hta.study_folder import keep
 
@@ -63,8 +64,8 @@ class Setting:
         seed: Seed of the probes.
         truncation: Cut texts that are longer than the model reads.
         exclude_special: Leave special tokens out of all statistics, as if they were not there: rows of the
-            others are scaled to sum to 1 again. Patterns then know no delimiters; effective attention, which
-            is of whole matrices, keeps them.
+            others are scaled to sum to 1 again. Patterns then know no delimiters. Effective attention, which
+            is of whole matrices, and identifiability, which compares all tokens of a text, keep them.
     """
 
     layers: list[int] | None = None
@@ -149,10 +150,11 @@ class Study:
         kept = ~special if self.exclude_special else np.ones_like(special)
         attention = _among(whole, kept)
         self.positions["attention"].add(attention)
-        rows = StandardRows.of(attention)
+        causal = is_causal(attention)
+        rows = StandardRows.of(attention, causal)
         contributed = {source: _among(_array(results[source].values), kept) for source in SOURCES}
         for source, values in contributed.items():
-            pearson, spearman = rows.correlations(StandardRows.of(values))
+            pearson, spearman = rows.correlations(StandardRows.of(values, causal))
             self.pearson[source].add(pearson)
             self.spearman[source].add(spearman)
             self.positions[source].add(values)
@@ -394,7 +396,7 @@ class _Corpus:
             self.longest = max(self.longest, len(one), len(one.context or ()))
         self.lengths: list[int] = lengths
         named = range(model.num_layers) if setting.layers is None else setting.layers
-        self.layers = [layer % model.num_layers for layer in named]
+        self.layers = list(dict.fromkeys(layer % model.num_layers for layer in named))
         self._cost = sum(length**2 for length in lengths)
         if setting.exclude_special:
             self._check_special()
@@ -550,12 +552,16 @@ def _effective(
 ) -> dict[int, NDArray]:
     """The effective attention ``[layer, head, query, key]`` of each text of a batch."""
     found = {}
-    weights = torch.stack([model.output_projection(layer).weight.float() for layer in layers])
+    weights = wide(torch.stack([model.output_projection(layer).weight for layer in layers]))
     for index, row in enumerate(rows):
         length = len(encodings[row])
         pattern = torch.stack([attention[layer].pattern[index, :, :length, :length] for layer in layers])
         value = torch.stack([attention[layer].value[index, :, :length] for layer in layers])
-        found[row] = effective_attention(pattern.float(), value.float(), weights).double().cpu().numpy()
+        if not (pattern.isfinite().all() and value.isfinite().all()):
+            raise ValueError(
+                f"{model.name} gives attention that is not finite: check its weights, or load it in float32"
+            )
+        found[row] = effective_attention(wide(pattern), wide(value), weights).double().cpu().numpy()
     return found
 
 

@@ -67,7 +67,8 @@ class StudyFolder:
 
     @cached_property
     def _files(self) -> dict[int, Path]:
-        files = sorted((self.folder / KEPT).glob("*.npz"))
+        asked = self.run.get("arguments", {}).get("keep_contributions", True)
+        files = sorted((self.folder / KEPT).glob("*.npz")) if asked else []
         if not files:
             raise ValueError(
                 f"{self.folder} kept no contributions: repeat the study with --keep-contributions and "
@@ -96,11 +97,17 @@ class StudyFolder:
             KeyError: If there is no such text.
             ValueError: If none was kept.
         """
-        return {name: array.astype(np.float32) for name, array in self._read(number) if name != "tokens"}
+        matrices = ((name, array) for name, array in self._read(number) if array.dtype.kind == "f")
+        return {name: array.astype(np.float32) for name, array in matrices}
 
     def tokens(self, number: int) -> list[str]:
-        """The labels of a text's tokens; raises as indexing does."""
+        """The labels of a text's tokens, the queries; raises as indexing does."""
         return dict(self._read(number))["tokens"].tolist()
+
+    def key_tokens(self, number: int) -> list[str]:
+        """Those of its keys, which of cross attention are of another text; raises as indexing does."""
+        kept = dict(self._read(number))
+        return kept.get("keys", kept["tokens"]).tolist()
 
     def _read(self, number: int) -> Iterator[tuple[str, NDArray]]:
         with np.load(self._files[number]) as archive:
@@ -110,13 +117,21 @@ class StudyFolder:
                     yield what, archive[name]
 
 
+def check_nothing_kept(folder: Path) -> None:
+    """Raise a ``ValueError`` if matrices of another study are in the folder."""
+    if any((folder / KEPT).glob("*.npz")):
+        raise ValueError(
+            f"{folder / KEPT} holds matrices of another study: delete it, or name another folder"
+        )
+
+
 def keep(folder: Path, part: int, texts: Mapping[int, Mapping[str, NDArray]]) -> None:
     """Write the matrices of the texts of a part, in half precision and compressed.
 
     Args:
         folder: Of the study.
         part: Its number.
-        texts: For each text by its number its matrices and ``"tokens"``.
+        texts: For each text by its number its matrices, ``"tokens"`` and, where they are others, ``"keys"``.
 
     Raises:
         OSError: If they cannot be written.

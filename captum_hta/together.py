@@ -12,8 +12,8 @@ import pandas as pd
 from captum_hta import descriptions, plots
 from captum_hta.page import DASH, Cell, Section, Shown, Table, rendered
 from captum_hta.paper import Found, findings
-from captum_hta.report import png, versions
-from captum_hta.sections import LAYER_COLUMNS
+from captum_hta.report import png, versions, write_files
+from captum_hta.sections import LAYER_COLUMNS, error_sentences
 from captum_hta.study import Study
 
 QUANTITIES = ("attention", "input")
@@ -59,17 +59,22 @@ def write(folder: Path, parts: Sequence[Part]) -> list[Path]:
     layers = _labelled(parts, Study.layer_summary)
     sections = [_centres(centres), _beside_the_papers(parts), _by_layer(layers)]
     images = {item.file: png(item.figure) for section in sections for item in section.shown}
-    page = rendered("together.html.jinja", sections, images, {"Versions": versions()}, parts=parts)
+    page = rendered("together.html.jinja", sections, images, _facts(parts), parts=parts)
     texts = {
         "centres_of_mass.csv": centres.to_csv(index=False),
         "layers.csv": layers.to_csv(index=False),
         "report.html": page,
     }
-    for name, image in images.items():
-        (folder / name).write_bytes(image)
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
-    return [folder / name for name in (*images, *texts)]
+    return write_files(folder, images, texts)
+
+
+def _facts(parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
+    """How the studies came about: what they share, and what each is of."""
+    own = ("data", "fields")
+    shared = {name: value for name, value in parts[0].record["arguments"].items() if name not in own}
+    data = {part.label: " ".join(str(part.record["arguments"][name] or "") for name in own) for part in parts}
+    errors = {part.label: " ".join(error_sentences(part.study)) for part in parts}
+    return {"Data": data, "Contributions": errors, "Settings": shared, "Versions": versions()}
 
 
 def _labelled(parts: Sequence[Part], table: Any) -> pd.DataFrame:

@@ -243,6 +243,8 @@ def _check_corpus(source: Path | str, found: Corpus, reading: Reading) -> None:
         )
     if not found.texts and found.too_long:
         raise UserError(f"every text of {source} has more tokens than --max-tokens {reading.max_tokens}")
+    if not found.texts and reading.fields:
+        raise UserError(f"{source} has no example with the fields {', '.join(reading.fields)}")
     if not found.texts:
         raise UserError(
             f'{source} has no example: each line is a JSON object with "premise" and "hypothesis", or '
@@ -253,8 +255,16 @@ def _check_corpus(source: Path | str, found: Corpus, reading: Reading) -> None:
 # --- what is said ----------------------------------------------------------------------------------
 
 
-def announce(model: Model, lengths: Sequence[int], asked: dict[str, Any], tolerance: float | None) -> None:
-    """Say which ways will be taken, and what they will cost about; of cross attention it is not known."""
+def announce(
+    model: Model,
+    lengths: Sequence[int],
+    asked: dict[str, Any],
+    tolerance: float | None,
+    hidden: bool = False,
+) -> None:
+    """Say which ways will be taken, and what they will cost about; of cross attention it is not known.
+    ``hidden``: for hidden embeddings too.
+    """
     if model.key_layers is not None:
         return
     n_probes = asked["n_probes"]
@@ -262,7 +272,10 @@ def announce(model: Model, lengths: Sequence[int], asked: dict[str, Any], tolera
         n_probes = FIRST_PROBES
     asked = asked | {"n_probes": n_probes, "dtype": model.dtype, "device": model.device}
     for source in study.SOURCES:
-        plans = in_all(forecast(model.size, length, source=source, **asked) for length in lengths)
+        target = "layer" if hidden and source == "input" else "head"
+        plans = in_all(
+            forecast(model.size, length, source=source, target=target, **asked) for length in lengths
+        )
         more = " or more" if tolerance is not None and plans[0].way == "probes" else ""
         for one in plans:
             out.print(f"{plots.MAPS[source]}: {one}{more}", highlight=False, style="dim", soft_wrap=True)

@@ -32,6 +32,7 @@ from captum_hta.cli.options import (
     announce,
     check_folder,
     counted,
+    err,
     load,
     named_layers,
     out,
@@ -47,7 +48,9 @@ from captum_hta.cli.pairings import Pairing, pairings
 from captum_hta.contributions import encoded, missing_tokens
 from captum_hta.model import Model, Text
 from captum_hta.shards import Shards
+from captum_hta.study_folder import check_nothing_kept
 
+INTERRUPTED = 130
 RUN_FACTS = ("data", "device", "label")
 """Arguments that do not decide the numbers."""
 
@@ -152,7 +155,7 @@ def run_study(
     if len(runs) == 1:
         _Run(runs[0], output, arguments, strict).do()
         return
-    parts = [_Run(run, output / run.folder, arguments, strict).do() for run in runs]
+    parts = [_Run(run, output / run.folder, arguments, strict, several=True).do() for run in runs]
     together.write(output, parts)
     out.print(f"All side by side: {output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
 
@@ -166,12 +169,14 @@ class _Run:
         folder: Where the results go.
         arguments: Those of the command that hold for all runs.
         strict: Stop at a bad line.
+        several: Whether there are others.
     """
 
     pairing: Pairing
     folder: Path
     arguments: dict[str, Any]
     strict: bool
+    several: bool = False
 
     def do(self) -> together.Part:
         """Study, write and print."""
@@ -216,7 +221,7 @@ class _Run:
             lengths.append(len(encoding))
             cut += missing_tokens(model, text, encoding) > 0
         asked = {"layers": setting.layers, "norm": setting.norm, "n_probes": setting.n_probes}
-        announce(model, lengths, asked, setting.tolerance)
+        announce(model, lengths, asked, setting.tolerance, hidden=setting.norm != "spectral")
         return cut
 
     def _study(self, model: Model, texts: list[Text], setting: study.Setting) -> study.Study:
@@ -224,11 +229,18 @@ class _Run:
         facts = {name: value for name, value in self.arguments.items() if name not in RUN_FACTS}
         facts |= {"model": model.fingerprint, "texts": digest, "version": __version__}
         kept_in = self.folder if self.arguments["keep_contributions"] else None
+        if kept_in is not None and not (self.folder / "parts").exists():
+            check_nothing_kept(self.folder)
         shards = Shards(self.folder / "parts", facts)
-        with progress(len(texts)) as advance, progress_of("maps of hidden tokens") as advance_maps:
-            return study.run(
-                model, texts, setting, lambda done: advance(done * len(texts)), shards, kept_in, advance_maps
-            )
+        try:
+            with progress(len(texts)) as advance, progress_of("maps of hidden tokens") as advance_maps:
+                return study.run(
+                    model, texts, setting, lambda done: advance(done * len(texts)), shards, kept_in,
+                    advance_maps,
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            err.print("stopped; the same command goes on from what is done")
+            raise SystemExit(INTERRUPTED) from None
 
     def _record(
         self, model: Model, read: Corpus, cut: int, found: study.Study, seconds: float
@@ -239,6 +251,7 @@ class _Run:
         return {
             "model": model.name,
             "label": self.pairing.label,
+            "several": self.several,
             "arguments": data | self.arguments,
             "seed": self.arguments["seed"],
             "counts": {
