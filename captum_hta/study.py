@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -388,15 +388,15 @@ class _Corpus:
     def __init__(self, model: Model, texts: Sequence[Text], setting: Setting) -> None:
         if not texts:
             raise ValueError("there is no text to study")
-        self.model, self.texts, self.setting = model, texts, setting
+        named = range(model.num_layers) if setting.layers is None else setting.layers
+        self.layers = list(dict.fromkeys(layer % model.num_layers for layer in named))
+        self.model, self.texts, self.setting = model, texts, replace(setting, layers=self.layers)
         lengths, self.longest = [], 0
         for row in range(len(texts)):
             one = self.read(row)
             lengths.append(len(one))
             self.longest = max(self.longest, len(one), len(one.context or ()))
         self.lengths: list[int] = lengths
-        named = range(model.num_layers) if setting.layers is None else setting.layers
-        self.layers = list(dict.fromkeys(layer % model.num_layers for layer in named))
         self._cost = sum(length**2 for length in lengths)
         if setting.exclude_special:
             self._check_special()

@@ -500,7 +500,7 @@ def test_study_again_in_the_same_folder(command: Command, tmp_path: Path) -> Non
 
 def test_texts_are_chosen(command: Command, tmp_path: Path) -> None:
     """By their length, which is said, and by their fields."""
-    lines = [b'{"de": "Hunde bellen laut."}', b'{"de": "Ja."}', b'{"de": "Nein."}']
+    lines = [b'{"de": "Dogs bark at night."}', b'{"de": "Yes."}', b'{"de": "No."}']
     data = written(tmp_path, *lines)
     done = command("study", data, *FAST, "--fields", "de", "--max-tokens", "4", "--out", "out")
     assert "1 text left out by --max-tokens." in done.out

@@ -103,6 +103,21 @@ def test_layers_of_the_same_depth(key: str, depth: int) -> None:
             assert (number, holds) == (bound, False)
 
 
+def test_the_last_layer_of_a_deep_model() -> None:
+    """Is one layer, whatever its depth."""
+    values = np.ones((24, 3))
+    values[23] = 0.2
+    found = held(made_up(list(range(24)), {"spearman input": values}))["input_spearman_last_layer"]
+    assert found == (0.2, True)
+
+
+def test_a_single_layer_is_not_held_against_itself() -> None:
+    """What is said of the last layer beside the first is not measured."""
+    found = held(made_up([0], {"pearson input": np.ones((1, 3))}, own=[0.4]))
+    for key in ("own_share_last_layer", "later_layers_less_local"):
+        assert found[key][1] is None
+
+
 def test_the_median_of_a_layer_counts() -> None:
     """Two of three heads below the bound are enough."""
     values = np.array([[0.1, 0.2, 0.9]])

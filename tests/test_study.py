@@ -11,11 +11,14 @@ import pandas as pd
 import pytest
 import torch
 from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
+from families import tiny
 from scipy import stats
 
 from captum_hta.baselines import EffectiveAttention
 from captum_hta.contributions import Contributions, contributions
 from captum_hta.effective import EffectiveAgreement
+from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.model import Encoding
 from captum_hta.patterns import Patterns, delimiters
 from captum_hta.study import Setting, Study, run
 
@@ -314,14 +317,27 @@ def test_small_studies_have_all_columns(model: TransformerLensModel, study: Stud
 # --- further analyses ------------------------------------------------------------------------------
 
 
-def test_patterns_are_of_the_input_contribution(
-    model: TransformerLensModel, study: Study, singles: list[Any]
-) -> None:
+@pytest.fixture(scope="module")
+def telling() -> TransformerLensModel:
+    """The model with a tokenizer that tells words from special tokens."""
+    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
+    encode = model.encode
+
+    def told(text: Any, *others: Any) -> Encoding:
+        found = encode(text, *others)
+        return replace(found, words=[None if one in (1, 2) else at for at, one in enumerate(found.ids)])
+
+    model.encode = told
+    return model
+
+
+def test_patterns_are_of_the_input_contribution(telling: TransformerLensModel, singles: list[Any]) -> None:
     """And of attention, text by text, with the delimiters that the tokenizer tells."""
+    study = run(telling, TEXTS, EXACT)
     expected = Patterns.empty([0, 1], 2)
     for text, single in zip(TEXTS, singles, strict=True):
         found = single["input"]
-        expected.add(found["attention"], found["values"], delimiters(model.encode(text)))
+        expected.add(found["attention"], found["values"], delimiters(telling.encode(text)))
     pd.testing.assert_frame_equal(study.patterns.table(), expected.table(), rtol=0, atol=1e-10)
     assert {"delimiters", "itself"} <= set(study.patterns.chosen()["pattern"])
     assert len(study.shown.titles) == len(study.patterns.chosen())
@@ -348,15 +364,15 @@ def test_identifiability_of_few_texts(study: Study) -> None:
 @pytest.mark.parametrize("measure", ["pearson", "spearman"])
 @pytest.mark.parametrize("source", ["previous_layer", "input"])
 def test_special_tokens_left_out(
-    model: TransformerLensModel, singles: list[Any], source: str, measure: str
+    telling: TransformerLensModel, singles: list[Any], source: str, measure: str
 ) -> None:
     """Correlations are of the other tokens among themselves."""
-    table = run(model, TEXTS, Setting(n_probes=None, exclude_special=True)).correlations()
+    table = run(telling, TEXTS, Setting(n_probes=None, exclude_special=True)).correlations()
     for layer, head in np.ndindex(2, 2):
         rows = []
         for text, single in zip(TEXTS, singles, strict=True):
-            kept = np.flatnonzero(~delimiters(model.encode(text)))
-            assert 0 < len(kept) < len(model.encode(text))
+            kept = np.flatnonzero(~delimiters(telling.encode(text)))
+            assert 0 < len(kept) < len(telling.encode(text))
             matrices = (single[source][name][layer, head] for name in ("attention", "values"))
             found = [matrix[np.ix_(kept, kept)] for matrix in matrices]
             if len(kept) > 2:
@@ -366,12 +382,12 @@ def test_special_tokens_left_out(
         assert entry["rows"] == len(rows)
 
 
-def test_shares_without_special_tokens(model: TransformerLensModel, singles: list[Any]) -> None:
+def test_shares_without_special_tokens(telling: TransformerLensModel, singles: list[Any]) -> None:
     """Are shares of the whole that is left; distances count the tokens that are left."""
-    found = run(model, TEXTS, Setting(n_probes=None, exclude_special=True))
+    found = run(telling, TEXTS, Setting(n_probes=None, exclude_special=True))
     own = []
     for text, single in zip(TEXTS, singles, strict=True):
-        kept = np.flatnonzero(~delimiters(model.encode(text)))
+        kept = np.flatnonzero(~delimiters(telling.encode(text)))
         values = single["input"]["values"][:, :, kept][..., kept]
         own.append((values / values.sum(-1, keepdims=True)).diagonal(0, -2, -1))
     positions = found.relative_positions().query("quantity == 'input' and offset == 0")
@@ -379,14 +395,44 @@ def test_shares_without_special_tokens(model: TransformerLensModel, singles: lis
     assert "delimiters" not in set(found.patterns.chosen()["pattern"])
 
 
-def test_special_tokens_that_are_not_known(
-    model: TransformerLensModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cannot be left out, and that is said."""
-    encode = model.encode
-    monkeypatch.setattr(model, "encode", lambda *text: replace(encode(*text), words=None))
+def test_special_tokens_that_are_not_known(model: TransformerLensModel) -> None:
+    """Cannot be left out, and that is said; nor can those of other texts."""
     with pytest.raises(ValueError, match="adds no special token to these texts"):
         run(model, TEXTS, Setting(exclude_special=True))
+    cross = TransformersModel(tiny("T5"), WordTokenizer(), part="cross")
+    with pytest.raises(ValueError, match="self-attention only"):
+        run(cross, [("a b", "c d")], Setting(exclude_special=True))
+
+
+@pytest.mark.parametrize("source", ["previous_layer", "input"])
+def test_later_keys_of_causal_models_do_not_count(source: str) -> None:
+    """Rows are of the keys that their query sees, of which there must be three."""
+    causal = TransformersModel(tiny("GPT-2"), WordTokenizer(60))
+    texts = ["a b c d e f", "dogs bark at night"]
+    table = run(causal, texts, Setting(n_probes=None)).correlations()
+    rows: dict[tuple[int, int, str], list[float]] = {}
+    for text in texts:
+        found = contributions(causal, [text], source=source)
+        for layer, head, query in np.ndindex(*found.values.shape[1:4]):
+            pair = [
+                one[0, layer, head, query, : query + 1].numpy() for one in (found.attention, found.values)
+            ]
+            for measure in ("pearson", "spearman"):
+                if query > 1:
+                    value = getattr(stats, measure + "r")(*pair).statistic
+                    rows.setdefault((layer, head, measure), []).append(value)
+    for (layer, head, measure), values in rows.items():
+        entry = row(table, source=source, layer=layer, head=head)
+        assert entry[measure] == pytest.approx(np.mean(values), abs=1e-6)
+        assert entry["rows"] == len(values)
+
+
+def test_layers_named_twice(model: TransformerLensModel, study: Study) -> None:
+    """Count once."""
+    found = run(model, TEXTS, Setting(layers=[1, -1, 1], n_probes=None))
+    assert found.layers == [1]
+    alone = study.correlations().query("layer == 1").reset_index(drop=True)
+    pd.testing.assert_frame_equal(found.correlations(), alone, rtol=0, atol=1e-9)
 
 
 def test_time_is_counted_by_part(study: Study) -> None:
@@ -396,7 +442,7 @@ def test_time_is_counted_by_part(study: Study) -> None:
     assert min(study.watch.seconds.values()) > 0
 
 
-def test_a_text_of_special_tokens_alone(model: TransformerLensModel) -> None:
+def test_a_text_of_special_tokens_alone(telling: TransformerLensModel) -> None:
     """Leaves nothing to study, which is no error."""
-    found = run(model, ["", "a b c"], Setting(n_probes=None, exclude_special=True))
+    found = run(telling, ["", "a b c"], Setting(n_probes=None, exclude_special=True))
     assert found.correlations()["examples"].eq(1).all()

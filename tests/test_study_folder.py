@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
+from families import tiny
 
 from captum_hta import contributions, open_study, report, study
+from captum_hta.integrations.transformers import TransformersModel
 from captum_hta.shards import Shards
 from captum_hta.study import Setting, run
+from captum_hta.study_folder import check_nothing_kept
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 SETTING = Setting(n_probes=None)
@@ -42,11 +46,11 @@ def test_matrices_are_those_of_the_text(model: TransformerLensModel, folder: Pat
     kept = open_study(folder)
     found = kept[number]
     assert list(found) == ["attention", "previous_layer", "input", "hidden"]
-    assert kept.tokens(number) == contributions(model, TEXTS[number], layers=0).tokens[0]
+    assert kept.tokens(number) == contributions(model, [TEXTS[number]], layers=0).tokens[0]
     for name, asked in (
         ("previous_layer", {"source": "previous_layer"}), ("input", {}), ("hidden", {"target": "layer"}),
     ):  # fmt: skip
-        result = contributions(model, TEXTS[number], **asked)
+        result = contributions(model, [TEXTS[number]], **asked)
         assert found[name].dtype == np.float32
         torch.testing.assert_close(
             torch.tensor(found[name]), result.values[0].float(), rtol=2**-10, atol=1e-7
@@ -64,6 +68,27 @@ def test_a_folder_is_a_mapping(folder: Path) -> None:
     assert len(list((folder / "contributions").glob("*.npz"))) > 1
     with pytest.raises(KeyError):
         kept[5]
+
+
+def test_cross_attention_has_keys_of_its_own(tmp_path: Path) -> None:
+    """Their labels are told, and matrices are numbers."""
+    cross = TransformersModel(tiny("T5"), WordTokenizer(), part="cross")
+    keep_in = tmp_path / "study"
+    found = run(cross, [("a b c", "d e f g")], SETTING, kept_in=keep_in)
+    report.write(keep_in, found, {"model": "T5", "arguments": {}, "counts": {"examples": 1}})
+    kept = open_study(keep_in)
+    assert kept[0]["input"].shape[-2:] == (len(kept.tokens(0)), len(kept.key_tokens(0)))
+    assert len(kept.tokens(0)) != len(kept.key_tokens(0))
+
+
+def test_another_studys_matrices_are_not_shown(folder: Path, tmp_path: Path) -> None:
+    """Where the study of the record kept none."""
+    shutil.copytree(folder / "contributions", tmp_path / "contributions")
+    (tmp_path / "run.json").write_text('{"arguments": {"keep_contributions": false}}')
+    with pytest.raises(ValueError, match="kept no contributions"):
+        open_study(tmp_path)[0]
+    with pytest.raises(ValueError, match="holds matrices of another study"):
+        check_nothing_kept(tmp_path)
 
 
 def test_tables_and_record(folder: Path) -> None:
