@@ -1,7 +1,9 @@
-"""The study of "Telling BERT's Full Story" (Pascual et al. 2021) on any model and corpus.
+"""The studies of "Telling BERT's Full Story" (Pascual et al. 2021) and "On Identifiability in Transformers"
+(Brunner et al. 2020) on any model and corpus.
 
-For every example both contributions of every head; then, per head, how well attention agrees with them
-and where, relative to the query, both lie.
+For every example both contributions of every head and those to hidden embeddings, from one sweep; then, per
+head, how well attention agrees with them and where, relative to the query, both lie. What else is looked at
+has a module of its own: :mod:`.patterns`, :mod:`.effective`, :mod:`.mixing` and :mod:`.identifiability`.
 """
 
 from __future__ import annotations

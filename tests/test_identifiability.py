@@ -352,7 +352,7 @@ def test_what_cannot_be_identified(bert: TransformerLensModel) -> None:
 @pytest.mark.slow
 def test_the_demo_model(minilm: TransformerLensModel) -> None:
     """Its first layer tells tokens far better than chance, and better than its last."""
-    pairs, _ = corpus.read_texts(corpus.shipped_pairs(), lambda text: None, 24)
+    pairs, _ = corpus.read_texts(corpus.shipped_pairs(), corpus.Choice(limit=24))
     encodings = [encoded(minilm, text, number) for number, text in enumerate(pairs)]
     table = identify(minilm, encodings, [0, 5]).table().set_index(["map", "distance", "layer"])
     assert (table["unique"] == 1).all()
