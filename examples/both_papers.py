@@ -1,6 +1,6 @@
 """Both papers on one model and corpus: a small study, read back.
 
-Without arguments: the demo model on 16 of the pairs that come with the package, in a minute or two. With
+Without arguments: the demo model on 8 of the pairs that come with the package, in less than a minute. With
 ``--full``, which needs a network and hours: bert-base-uncased on MNLI, as in "Telling BERT's Full Story".
 """
 
@@ -10,7 +10,7 @@ import tempfile
 from captum_hta import open_study
 from captum_hta.cli import main
 
-SMALL = ["--limit", "16", "--probes", "4"]
+SMALL = ["--limit", "8", "--probes", "4"]
 FULL = [
     "--model", "bert-base-uncased", "--dataset", "nyu-mll/glue:mnli:validation_matched",
     "--max-tokens", "64", "--limit", "1000", "--sample", "0",

@@ -562,7 +562,8 @@ def test_a_study_of_a_dataset(command: Command, tmp_path: Path) -> None:
     name = f"{tmp_path / 'set'}:test"
     assert command("study", "--dataset", name, *FAST, "--out", "out").code == 0
     assert json.loads((tmp_path / "out" / "run.json").read_text())["arguments"]["data"] == name
-    command("study", "--dataset", "none:such:set", "--out", "no").fails("the dataset none:such:set cannot")
+    missing = f"{tmp_path / 'none'}:such:set"
+    command("study", "--dataset", missing, "--out", "no").fails(f"the dataset {missing} cannot")
 
 
 # --- pictures ------------------------------------------------------------------------------------

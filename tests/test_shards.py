@@ -18,7 +18,7 @@ from conftest import WordTokenizer, tiny_bert
 from families import tiny
 from test_inputs import byte_level
 
-from captum_hta import study
+from captum_hta import identifiability, study
 from captum_hta.effective import EffectiveAgreement
 from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
 from captum_hta.mixing import Mixing
@@ -39,6 +39,7 @@ def model() -> TransformerLensModel:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "PART", 1)
+    monkeypatch.setattr(identifiability, "EPOCHS", 1)
 
 
 class StoppedError(Exception):
