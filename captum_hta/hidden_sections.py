@@ -145,6 +145,10 @@ def _of_effective_attention(found: EffectiveAgreement) -> Section:
     """After section 3 of the paper."""
     table = found.table()
     lengths = [f"{low} to {high}" for low, high in zip(table["shortest"], table["longest"], strict=True)]
+    widths = found.width_table()
+    sides = [
+        f"more than {found.d_head}" if long else f"to {found.d_head}" for long in widths["longer_than_d_head"]
+    ]
     long = found.by_width.counts[:, 1].any()
     return Section(
         "Effective attention",
@@ -163,11 +167,17 @@ def _of_effective_attention(found: EffectiveAgreement) -> Section:
         ],
         [
             Table.of(
-                table.assign(lengths=lengths),
-                "Attention and effective attention by layer and length",
+                widths.assign(lengths=sides),
+                "Attention and effective attention up to the width of a head and beyond",
                 "Pearson's correlation, the mean over heads and texts ± its standard error by text.",
                 EFFECTIVE_COLUMNS,
+            ),
+            Table.of(
+                table.assign(lengths=lengths),
+                "Attention and effective attention by layer and length",
+                "As above.",
+                EFFECTIVE_COLUMNS,
                 folded=True,
-            )
+            ),
         ],
     )

@@ -296,6 +296,17 @@ def test_the_page_shows_hidden_tokens(study: Study, folder: Path) -> None:
         assert row[-7] == f"{one.at_distance_1:.3f} ± {one.at_distance_1_error:.3f}"
 
 
+def test_the_page_shows_effective_attention(study: Study, folder: Path) -> None:
+    """Of texts that are longer than a head is wide, and of others."""
+    name = "Attention and effective attention up to the width of a head and beyond"
+    rows = read(folder).tables[name][1:]
+    expected = study.effective.width_table()
+    width = study.effective.d_head
+    for row, one in zip(rows, expected.itertuples(), strict=True):
+        assert row[1] == (f"more than {width}" if one.longer_than_d_head else f"to {width}")
+        assert row[2].startswith(f"{one.correlation:.3f}")
+
+
 def test_the_page_holds_findings_against_the_study(study: Study, folder: Path) -> None:
     """The first section: each finding with this run's number, and whether it holds."""
     page = read(folder)
