@@ -16,7 +16,7 @@ from torch import Tensor
 from captum_hta import baselines
 from captum_hta.contributions import Contributions, contributions, encoded, groups, listed
 from captum_hta.model import Model, Text
-from captum_hta.statistics import MEASURES, Mean, in_sight, row_agreement, standard_ranks, visible
+from captum_hta.statistics import MEASURES, Mean, in_sight, is_causal, row_agreement, standard_ranks, visible
 
 Array = NDArray[np.float64]
 HTA = {"input": "HTA, input", "previous_layer": "HTA, previous layer"}
@@ -200,7 +200,7 @@ def compare(
     for row in range(len(result)):
         queries = len(result.tokens[row])
         keys = queries if result.keys is None else len(result.keys[row])
-        causal = result.keys is None and not result.attention[row, ..., :queries, :keys].triu(1).any()
+        causal = result.keys is None and is_causal(_array(result.attention[row], queries, keys))
         agreement.add(
             {_RESULT: _array(result.values[row], queries, keys)}
             | {name: _array(value[row], queries, keys) for name, value in whole.items()},

@@ -309,12 +309,7 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
                 linewidths=0,
             )
             axis.plot(mean.index, mean, marker="o", color=colour, label=MAPS[quantity])
-        axis.axhline(0, color="0.6", linewidth=0.8)
-        layers = sorted(centres["layer"].unique())
-        axis.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
-        axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
-        axis.set_xlabel("layer")
-        axis.set_ylabel("centre of mass of the histogram\n(relative position)")
+        _label_centres(axis, centres)
         axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(quantities))
     return figure
 
@@ -335,14 +330,19 @@ def centres_together_figure(centres: pd.DataFrame, quantity: str) -> Figure:
         for label, shade, marker in zip(labels, shades, itertools.cycle("osD^v"), strict=False):
             mean = table[table["label"] == label].groupby("layer")["centre_of_mass"].mean()
             axis.plot(mean.index, mean, marker=marker, markersize=4, color=shade, label=label)
-        axis.axhline(0, color="0.6", linewidth=0.8)
-        layers = sorted(table["layer"].unique())
-        axis.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
-        axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
-        axis.set_xlabel("layer")
-        axis.set_ylabel("centre of mass of the histogram\n(relative position)")
+        _label_centres(axis, table)
         axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def _label_centres(axis: Axes, centres: pd.DataFrame) -> None:
+    """The axes of centres of mass over layers, with a line at the query."""
+    axis.axhline(0, color="0.6", linewidth=0.8)
+    layers = sorted(centres["layer"].unique())
+    axis.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+    axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
+    axis.set_xlabel("layer")
+    axis.set_ylabel("centre of mass of the histogram\n(relative position)")
 
 
 def own_share_figure(mixing: pd.DataFrame) -> Figure:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
@@ -64,6 +66,15 @@ def tiny_roberta(cls: type = RobertaForMaskedLM) -> torch.nn.Module:
         max_position_embeddings=40, initializer_range=0.5, pad_token_id=1, type_vocab_size=1,
     )  # fmt: skip
     return cls(config).double().eval()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Products of tiny models gain nothing from threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

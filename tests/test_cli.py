@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from captum_hta.cli import explain
 from captum_hta.integrations import transformer_lens
 from captum_hta.integrations.transformer_lens import TransformerLensModel
 from captum_hta.model import Check
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 GOOD = (
     b'{"premise": "Dogs bark.", "hypothesis": "Loud!", "label": "neutral"}',
@@ -102,15 +104,6 @@ class Done:
 
 
 Command = Callable[..., Done]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Short texts gain little from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import reference
 import torch
@@ -18,6 +16,8 @@ from captum_hta.integrations.transformer_lens import TransformerLensModel, load_
 from captum_hta.model import Encoding
 from captum_hta.norms import NORMS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SOURCES = ("input", "previous_layer")
 TARGETS = ("head", "layer")
 REAL = "Dogs bark"
@@ -25,15 +25,6 @@ PAIR = ("one two three", "four five")
 TEXTS = ["a b c d e f g", "h i j k l m", PAIR, "n", "o p q r s t u"]
 """Texts of 3 to 9 tokens; some share a padded batch, and one is alone."""
 LENGTHS = [9, 8, 8, 3, 9]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products of tiny models gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

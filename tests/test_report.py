@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import warnings
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from browser import BROWSER, PHONE, SCREEN, visit
 from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
 
@@ -21,6 +19,8 @@ from captum_hta import report
 from captum_hta.paper import findings
 from captum_hta.sections import LAYER_COLUMNS
 from captum_hta.study import Setting, Study, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 EXACT = Setting(n_probes=None)
@@ -48,15 +48,6 @@ FILES = {
     "run.json",
     "report.html",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads would only wait for each other on tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

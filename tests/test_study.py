@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,20 +21,13 @@ from captum_hta.model import Encoding
 from captum_hta.patterns import Patterns, delimiters
 from captum_hta.study import Setting, Study, run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 EXACT = Setting(n_probes=None)
 QUANTITIES = {"attention": "attention", "input": "values"}
 
 # --- the study ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads would only wait for each other on tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

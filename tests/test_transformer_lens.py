@@ -27,6 +27,8 @@ from captum_hta.integrations.transformer_lens import TransformerLensModel, load_
 from captum_hta.integrations.transformers import TransformersModel
 from captum_hta.model import Encoding
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CLASSES = (
     "BertForMaskedLM",
     "BertModel",
@@ -122,15 +124,6 @@ def dense(
 def off(found: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest value."""
     return ((found - expected).abs().max() / expected.abs().max()).item()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products of tiny models gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=CLASSES)
