@@ -78,7 +78,10 @@ def test_special_tokens_are_left_alone(minilm: TransformerLensModel) -> None:
         found = moved(minilm, "The cat sat.", intervention)
         assert found[..., [0, 5]].isnan().all()
         assert found[..., 1:5].isfinite().all()
-        assert (found[..., 1:5] > 0).all()
+        assert (found[..., 1:5] >= 0).all()
+        # In every layer some head responds at every query to every word. Not every head does: a saturated
+        # one may underflow to exactly zero, on some processors and not on others.
+        assert (found[..., 1:5].amax(dim=1) > 1e-6).all()
 
 
 def test_many_copies(bert: TransformerLensModel) -> None:
