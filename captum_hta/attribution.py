@@ -13,11 +13,11 @@ from captum.log import log_usage
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta.direction import check_direction
-from captum_hta.forward_pass import ForwardPass
-from captum_hta.jacobian import Answer, Question, answer
-from captum_hta.norms import check_norm, shares
-from captum_hta.request import check_probes
+from captum_hta.jacobian.directions import check_direction
+from captum_hta.jacobian.engine import Answer, Question, answer
+from captum_hta.jacobian.forward_pass import ForwardPass
+from captum_hta.jacobian.norms import check_norm, shares
+from captum_hta.jacobian.query import check_probes
 
 
 class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
@@ -33,7 +33,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
     token ``j`` to equal, isotropic noise on every source token. The result has the axes of an attention
     pattern, ``[batch, head, query, key]``: targets are queries and sources are keys.
 
-    There are two exact ways, equal to rounding. *Forward* pushes tangents of every source token through
+    There are two exact modes, equal to rounding. *Forward* pushes tangents of every source token through
     the model and reads all targets on the way; *reverse* pulls cotangents of every target component
     back. The class counts the operations of both and takes the cheaper: forward for whole layers,
     reverse for a few query positions. Where a model holds an operator without a forward derivative, it
@@ -120,7 +120,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
         internal_batch_size: int | None = None,
         show_progress: bool = False,
         return_standard_error: bool = False,
-        way: str | None = None,
+        mode: str | None = None,
         precision: str = "highest",
         direction: Tensor | list[Tensor] | None = None,
     ) -> Any:
@@ -150,7 +150,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
             show_progress (bool, optional): Show a progress bar. Default: ``False``.
             return_standard_error (bool, optional): Return ``(contributions, standard_errors)``. Exact
                 contributions have a standard error of zero. Default: ``False``.
-            way (str, optional): Force ``"forward"`` or ``"reverse"``. Default: ``None``.
+            mode (str, optional): Force ``"forward"`` or ``"reverse"``. Default: ``None``.
             precision (str, optional): Precision of float32 matrix products, ``"highest"``, ``"high"`` or
                 ``"medium"`` as in ``torch.set_float32_matmul_precision``, restored afterwards. Lower
                 ones are faster where the processor has units for them. Default: ``"highest"``.
@@ -177,12 +177,12 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
         extra = _as_tuple(additional_forward_args)
         _check_inputs(inputs, self.source_layer)
         check_probes(n_probes, tolerance, self.norm, return_standard_error)
-        check_direction(direction, self.norm, n_probes, tolerance, way)
+        check_direction(direction, self.norm, n_probes, tolerance, mode)
         _check_internal_batch(internal_batch_size)
         answers = []
         with ExitStack() as bars:
             for rows in _splits(len(inputs[0]), internal_batch_size):
-                passage = ForwardPass(
+                forward_pass = ForwardPass(
                     self.forward_func,
                     _rows(inputs, rows, len(inputs[0])),
                     _rows(extra, rows, len(inputs[0])),
@@ -199,12 +199,12 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
                     n_probes=n_probes,
                     tolerance=tolerance,
                     keys=[(seed,)] * len(range(len(inputs[0]))[rows]),
-                    way=way,
+                    mode=mode,
                     precision=precision,
                     chunk=internal_batch_size and max(internal_batch_size // len(inputs[0]), 1),
                     progress=_bar(bars) if show_progress else None,
                 )
-                answers.append(answer(passage, question))
+                answers.append(answer(forward_pass, question))
         return self._formatted(answers, is_tuple and self.source_layer is None, return_standard_error)
 
     def _formatted(self, answers: list[Answer], is_tuple: bool, with_error: bool) -> Any:

@@ -1,10 +1,10 @@
 """Contributions beside other methods: how far they agree, and which of them tells what heads really do."""
 
-from captum_hta import compare, contributions, faithfulness
+from captum_hta import compare, contributions, load_model
 from captum_hta.baselines import AttentionRollout, AttentionWeights, ValueWeightedNorm
-from captum_hta.comparison import HtaMethod
-from captum_hta.integrations.transformer_lens import load_model
-from captum_hta.interventions import Noise, Zero
+from captum_hta.evaluation import faithfulness
+from captum_hta.evaluation.comparison import HtaMethod
+from captum_hta.evaluation.interventions import Noise, Zero
 
 model = load_model()
 texts = [("The trophy did not fit in the suitcase.", "It was too big."), "Dogs bark at night."]

@@ -1,7 +1,6 @@
 """For TransformerLens users: contributions in place of attention patterns, for all layers at once."""
 
-from captum_hta import contributions
-from captum_hta.integrations.transformer_lens import load_model
+from captum_hta import contributions, load_model
 
 model = load_model()  # or a name, a folder, a transformers model, a bridge
 pair = ("The trophy did not fit in the suitcase.", "It was too big.")
@@ -21,5 +20,5 @@ assert local.values.shape == total.values.shape == (1, 6, 12, 17, 17)
 assert local.standard_error is None
 assert total.standard_error.max() < 0.1
 # The general class agrees with the closed form, on the same hook points.
-again = contributions(model, [pair], source="previous_layer", layers=4, way="reverse")
+again = contributions(model, [pair], source="previous_layer", layers=4, mode="reverse")
 assert (again.values - local.values[:, 4:5]).abs().max() < 1e-4

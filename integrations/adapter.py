@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from captum_hta.integrations.proof import require_eval, weights_fingerprint
-from captum_hta.model import Batch, Encoding, Text
+from captum_hta.model.encoding import Batch, Encoding, Text
 
 
 class Adapter:

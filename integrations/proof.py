@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta.attention_jacobian import attention_energies
-from captum_hta.forward_pass import ForwardPass, Site, observed, replaced, without_autocast
-from captum_hta.jacobian import Question, answer
-from captum_hta.model import Attention, Check, Encoding, Model
-from captum_hta.precision import matmul_precision
+from captum_hta.jacobian.closed_form import attention_energies
+from captum_hta.jacobian.engine import Question, answer
+from captum_hta.jacobian.forward_pass import ForwardPass
+from captum_hta.jacobian.precision import matmul_precision
+from captum_hta.model.attention import Attention
+from captum_hta.model.encoding import Encoding
+from captum_hta.model.protocol import Check, Model
+from captum_hta.model.sites import Site, observed, replaced, without_autocast
 
 logger = logging.getLogger(__name__)
 PROVEN_COMPONENTS = 12 * 768
@@ -147,15 +150,15 @@ class Proof:
         factors = self.attention[layer].factors
         if factors is None:
             return False
-        passage = ForwardPass(
+        forward_pass = ForwardPass(
             model.forward,
             self.batch.inputs,
             self.batch.extra,
             [model.target(layer, "head")],
             model.source(layer),
         )
-        question = Question(num_heads=model.num_heads, neuron_selector=1, way="reverse")
-        expected = answer(passage, question).energies[0].mean[:, :, 0]
+        question = Question(num_heads=model.num_heads, neuron_selector=1, mode="reverse")
+        expected = answer(forward_pass, question).energies[0].mean[:, :, 0]
         with matmul_precision("highest"), without_autocast():
             found = attention_energies(factors)[:, :, 1]
         error = ((found - expected).abs().amax() / expected.amax()).item()
@@ -164,7 +167,7 @@ class Proof:
         self.checks.append(Check(name, holds, f"off by {error:.1e}"))
         if not holds:
             logger.warning(
-                "the closed form is off autograd by %.2g for %s in block %d, so the general ways are taken",
+                "the closed form is off autograd by %.2g for %s in block %d, so the general modes are taken",
                 error,
                 self.architecture,
                 layer,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Identity, Linear, Module, ModuleList
 
-from captum_hta.model import Attention, Batch, Encoding, OutputProjection, Unembedding
+from captum_hta.model.attention import Attention, OutputProjection, Unembedding
+from captum_hta.model.encoding import Batch, Encoding
 
 SHARP = 60.0
 """Scores of this size make a softmax as good as one-hot."""
@@ -197,3 +198,17 @@ def circuit(*blocks: Block) -> Circuit:
     """A circuit on these blocks, with the letters themselves as unembedding."""
     s = spaces()
     return Circuit(s.embedding, s.positions, list(blocks), s.embedding)
+
+
+def silent() -> Circuit:
+    """A head that gives nine tenths of its attention to the first token, and the same to all others. Its
+    values are what the feed-forward part of the layer before makes of letters: of A nothing, and no little
+    change of it makes it something.
+    """
+    s = spaces()
+    threshold = torch.full((WIDTH,), 0.5).double()
+    threshold[0] = 10.0
+    nothing = torch.zeros(1, WIDTH, LETTERS)
+    bias = torch.tensor([27.0, 1, 1, 1]).double().log()
+    reader = Block(nothing, nothing, s.written[None], s.written.T[None], bias=bias)
+    return circuit(transcript(threshold), reader)

@@ -192,7 +192,7 @@ VISION = {
     name: value for name, value in (ENCODER | SEEN).items()
     if name not in ("vocab_size", "max_position_embeddings")
 }  # fmt: skip
-PICTURES = {
+IMAGES = {
     "ViT": Family(
         lambda: hf.ViTModel(hf.ViTConfig(**VISION)), projection="attention.o_proj", exact=False
     ),
@@ -204,7 +204,7 @@ PICTURES = {
         exact=False, note="of any size",
     ),
 }  # fmt: skip
-"""Models of pictures. Their softmax is in float32, whatever the weights are in."""
+"""Models of images. Their softmax is in float32, whatever the weights are in."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ PAIRS = {
     ),
     "Whisper": Pair(
         lambda: hf.WhisperModel(hf.WhisperConfig(**WHISPER)), *BART_PATHS, "encoder.layer_norm",
-        note="the encoder reads sounds, pre-LN",
+        note="the encoder reads audio, pre-LN",
     ),
 }  # fmt: skip
 
@@ -273,7 +273,7 @@ PAIRS = {
 def tiny(name: str) -> Module:
     """The model of a family, in float64 and eval mode."""
     torch.manual_seed(0)
-    model = (FAMILIES | PICTURES | PAIRS)[name].make().double().eval()
+    model = (FAMILIES | IMAGES | PAIRS)[name].make().double().eval()
     with torch.no_grad():  # away from where biases are nought and norms are one
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -293,9 +293,9 @@ def table() -> str:
         "| family | closed form of the previous layer | TransformerLens too | tested on | notes |",
         "|---|---|---|---|---|",
     ]
-    for name, family in (FAMILIES | PICTURES).items():
+    for name, family in (FAMILIES | IMAGES).items():
         kind = "decoder" if family.causal else "encoder"
-        kind += " of pictures" if name in PICTURES else ""
+        kind += " of images" if name in IMAGES else ""
         notes = f"{kind}, {family.note}" if family.note else kind
         tested = f"tiny random; real: {family.real}" if family.real else "tiny random"
         answers = ("yes" if holds else "no" for holds in (family.closed_form, family.bridge))

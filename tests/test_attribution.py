@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from captum_hta import HiddenTokenAttribution
 
-WAYS = ("forward", "reverse")
-ANY_WAY = (None, *WAYS)
+MODES = ("forward", "reverse")
+ANY_WAY = (None, *MODES)
 NORMS = ("frobenius", "spectral", "sum")
 BATCH, TOKENS, WIDTH, HEADS = 3, 4, 8, 2
 
@@ -201,23 +201,23 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("layer", "heads", "shape"), FORMS)
-def test_tensor_in_tensor_out(layer, heads, shape, way):
+def test_tensor_in_tensor_out(layer, heads, shape, mode):
     """A tensor gives ``[batch, head, query, key]``; the head axis is there if heads are."""
     model, x = tiny(), data()
-    result = hta(model, layer, num_heads=heads).attribute(x, way=way)
+    result = hta(model, layer, num_heads=heads).attribute(x, mode=mode)
     count = shape[1] if len(shape) == 4 else None
     same(result, dense(model, model.get_submodule(layer), x, count))
     assert result.shape == shape
 
 
-@pytest.mark.parametrize("way", ANY_WAY)
-def test_tuple_in_tuple_out(way):
+@pytest.mark.parametrize("mode", ANY_WAY)
+def test_tuple_in_tuple_out(mode):
     """Two inputs give two tensors, whose rows sum to 1 over both together."""
     model, x = tiny(), data(BATCH, 5, WIDTH)
     joined = HiddenTokenAttribution(lambda a, b: model(torch.cat([a, b], 1)), model.second.z)
-    result = joined.attribute((x[:, :3], x[:, 3:]), way=way)
+    result = joined.attribute((x[:, :3], x[:, 3:]), mode=mode)
     same(result, dense(model, model.second.z, x, HEADS).split((3, 2), -1))
     same(torch.cat(result, -1).sum(-1), torch.ones(BATCH, HEADS, 5).double())
     assert all((part.sum(-1) < 1).all() for part in result)
@@ -229,17 +229,17 @@ def test_tuple_of_one_stays_a_tuple():
     same(result, hta(tiny(), "second.z").attribute(data()))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_unused_input_has_no_share(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_unused_input_has_no_share(mode):
     """An input that the target is not computed from gets zeros and changes nothing else."""
     model = tiny()
     two = HiddenTokenAttribution(lambda a, b: model(a), model.second.z)
-    used, unused = two.attribute((data(), data(BATCH, 2, 5)), way=way)
+    used, unused = two.attribute((data(), data(BATCH, 2, 5)), mode=mode)
     same(used, hta(model, "second.z").attribute(data()))
     same(unused, torch.zeros(BATCH, HEADS, TOKENS, 2).double())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "layers",
     [
@@ -250,20 +250,20 @@ def test_unused_input_has_no_share(way):
         ["second.z", "second.z"],
     ],
 )
-def test_list_of_layers(layers, way):
+def test_list_of_layers(layers, mode):
     """A list gives a list, in its own order, of what the layers give one at a time."""
     model = tiny()
-    result = hta(model, layers).attribute(data(), way=way)
-    same(result, [hta(model, layer).attribute(data(), way=way) for layer in layers])
+    result = hta(model, layers).attribute(data(), mode=mode)
+    same(result, [hta(model, layer).attribute(data(), mode=mode) for layer in layers])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_layers_that_pass_one_tensor_on(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_pass_one_tensor_on(mode):
     """A container gives its last module's tensor, and a dropout in eval mode its input."""
     last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()).double().eval()
     run = HiddenTokenAttribution(lambda x: last(x.cumsum(1)), [last[0], last[1], last])
     one = HiddenTokenAttribution(run.forward_func, last[0]).attribute(data())
-    same(run.attribute(data(), way=way), [one] * 3)
+    same(run.attribute(data(), mode=mode), [one] * 3)
 
 
 def test_list_of_layers_and_tuple_of_inputs():
@@ -289,26 +289,26 @@ def test_standard_error_has_the_form_of_the_result():
     same(errors, [(torch.zeros_like(value),) for (value,) in values])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_token_ids_with_a_source_layer(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_token_ids_with_a_source_layer(mode):
     """Token ids are inputs where the source is the embedding."""
     model = tiny()
-    result = hta(model, "second.z", source_layer="embed").attribute(ids(), way=way)
+    result = hta(model, "second.z", source_layer="embed").attribute(ids(), mode=mode)
     same(result, hta(model, "second.z").attribute(model.embed(ids())))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_source_layer_within_the_model(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_source_layer_within_the_model(mode):
     """The source is the module's output, whatever came before it."""
     model = tiny()
-    result = hta(model, "second.z", source_layer="first").attribute(data(), way=way)
+    result = hta(model, "second.z", source_layer="first").attribute(data(), mode=mode)
     same(result, dense(model.second, model.second.z, model.first(data()).detach(), HEADS))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_layer_is_its_own_source(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_is_its_own_source(mode):
     """A target that is the source holds each token alone."""
-    result = hta(tiny(), "first.out", source_layer="first.out").attribute(data(), way=way)
+    result = hta(tiny(), "first.out", source_layer="first.out").attribute(data(), mode=mode)
     same(result, torch.eye(TOKENS).double().expand(BATCH, -1, -1))
 
 
@@ -331,12 +331,12 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("extra", EXTRA.values(), ids=EXTRA)
-def test_additional_forward_args(extra, way):
+def test_additional_forward_args(extra, mode):
     """Further arguments reach the model and nothing is attributed to them."""
     model, x = tiny(), data()
-    result = hta(model, "second.z").attribute(x, additional_forward_args=extra, way=way)
+    result = hta(model, "second.z").attribute(x, additional_forward_args=extra, mode=mode)
     closed = lambda a: model(a, *(extra if isinstance(extra, tuple) else (extra,)))  # noqa: E731
     same(result, HiddenTokenAttribution(closed, model.second.z).attribute(x))
     assert not torch.allclose(result, hta(model, "second.z").attribute(x))
@@ -355,31 +355,31 @@ SELECTORS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("selector", "rows"), SELECTORS)
-def test_neuron_selector(selector, rows, way):
+def test_neuron_selector(selector, rows, mode):
     """The selector keeps query positions, and their axis."""
     method = hta(tiny(), ["first.z", "second.out"])
-    result = method.attribute(data(), neuron_selector=selector, way=way)
+    result = method.attribute(data(), neuron_selector=selector, mode=mode)
     same(result, [whole[..., rows, :] for whole in method.attribute(data())])
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_selected_queries_are_less_work(norm):
-    """In the reverse way one query of eight is a fraction of the work, and by default it is too."""
+    """In the reverse mode one query of eight is a fraction of the work, and by default it is too."""
     method, x = hta(tiny(), "second.out", norm=norm), data(1, 8, WIDTH)
-    whole = work(method.attribute, x, way="reverse")
-    assert work(method.attribute, x, way="reverse", neuron_selector=5) < whole / 3
+    whole = work(method.attribute, x, mode="reverse")
+    assert work(method.attribute, x, mode="reverse", neuron_selector=5) < whole / 3
     assert work(method.attribute, x, neuron_selector=5) < work(method.attribute, x) * 0.8
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("layer", "before"), [("second.out", "second.z"), ("second", "first")])
-def test_attribute_to_neuron_input(layer, before, way):
+def test_attribute_to_neuron_input(layer, before, mode):
     """A module's input is the output of the module before."""
     heads = HEADS if before == "second.z" else None
     method = hta(tiny(), layer, num_heads=heads)
-    result = method.attribute(data(), attribute_to_neuron_input=True, way=way)
+    result = method.attribute(data(), attribute_to_neuron_input=True, mode=mode)
     same(result, hta(tiny(), before).attribute(data()))
     assert not torch.allclose(result, method.attribute(data()))
 
@@ -392,15 +392,15 @@ def test_attribute_to_an_input_given_by_name():
     same(result, hta(model, "first").attribute(data()))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("size", "norm"),
     [*((size, "frobenius") for size in (1, 2, 3, 7, 1000)), (2, "spectral"), (7, "spectral")],
 )
-def test_internal_batch_size(size, norm, way):
+def test_internal_batch_size(size, norm, mode):
     """Parts of the batch, with their rows of further arguments, give what the whole gives."""
     method = hta(tiny(), ["first.z", "second.z"], norm=norm)
-    options = {"additional_forward_args": (GAIN, "sine"), "way": way}
+    options = {"additional_forward_args": (GAIN, "sine"), "mode": mode}
     result = method.attribute(data(), internal_batch_size=size, **options)
     same(result, method.attribute(data(), **options))
 
@@ -413,7 +413,7 @@ def test_internal_batch_size_with_token_ids():
         same(method.attribute(ids(), internal_batch_size=1, **options), whole)
 
 
-@pytest.mark.parametrize("options", [{"way": "forward"}, {"way": "reverse"}, {"n_probes": 3}])
+@pytest.mark.parametrize("options", [{"mode": "forward"}, {"mode": "reverse"}, {"n_probes": 3}])
 def test_show_progress(options, capsys):
     """A bar goes to stderr and runs to its end, and the result stays."""
     method = hta(tiny(), "second.z")
@@ -488,31 +488,31 @@ def test_sensitivity_max():
     assert (kept < 1e-12).all()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_results_are_plain_values(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_results_are_plain_values(mode):
     """Results are contiguous, detached and of the model's dtype, in every form."""
     x = data().requires_grad_()
     model = tiny()
     joined = HiddenTokenAttribution(
         lambda a, b: model(torch.cat([a, b], 1)), [model.first.z, model.second.out]
     )
-    pairs = joined.attribute((x, x), way=way, return_standard_error=True)
+    pairs = joined.attribute((x, x), mode=mode, return_standard_error=True)
     for value in (tensor for form in pairs for by_layer in form for tensor in by_layer):
         assert value.is_contiguous()
         assert not value.requires_grad
         assert value.dtype == torch.float64
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)],
 )
-def test_dtype_of_the_model(dtype, tolerance, norm, way):
+def test_dtype_of_the_model(dtype, tolerance, norm, mode):
     """A model in another dtype gives results in it, near those in float64."""
     exact = hta(tiny(), "second.z", norm=norm).attribute(data())
-    result = hta(tiny().to(dtype), "second.z", norm=norm).attribute(data().to(dtype), way=way)
+    result = hta(tiny().to(dtype), "second.z", norm=norm).attribute(data().to(dtype), mode=mode)
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), exact, rtol=0, atol=tolerance)
     torch.testing.assert_close(
@@ -558,8 +558,8 @@ def breaks(*args: Any) -> None:
 
 
 CALLS = {
-    "forward": {"way": "forward"},
-    "reverse": {"way": "reverse"},
+    "forward": {"mode": "forward"},
+    "reverse": {"mode": "reverse"},
     "probes": {"n_probes": 3},
     "tolerance": {"tolerance": 0.05},
     "split": {"internal_batch_size": 2, "precision": "medium"},
@@ -599,40 +599,40 @@ def test_nothing_of_the_callers_changes(options, broken, changed):
         assert state(model, x) == before
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layer", ["embed", "second.z", "second.norm"])
-def test_nothing_changes_where_an_error_is_raised(layer, way):
+def test_nothing_changes_where_an_error_is_raised(layer, mode):
     """Errors of the class leave everything as it was, too."""
     model, x = tiny(), data()
     method = hta(model, [layer, "second"], num_heads=3, source_layer="second")
     before = state(model, x)
     with pytest.raises(ValueError, match="module"):
-        method.attribute(x, way=way)
+        method.attribute(x, mode=mode)
     assert state(model, x) == before
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_gradient_modes(mode, way):
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gradients", [torch.no_grad, torch.inference_mode])
+def test_gradient_modes(gradients, mode):
     """The caller's gradient mode does not matter, nor that inputs were made in it."""
     model = tiny()
     expected = hta(model, "second.z").attribute(data(), additional_forward_args=(GAIN, "sine"))
-    with mode():
+    with gradients():
         x, gain = data() * 1, GAIN * 1
-        result = hta(model, "second.z").attribute(x, additional_forward_args=(gain, "sine"), way=way)
-        numbers = hta(model, "second.z", source_layer="embed").attribute(ids() * 1, way=way)
+        result = hta(model, "second.z").attribute(x, additional_forward_args=(gain, "sine"), mode=mode)
+        numbers = hta(model, "second.z", source_layer="embed").attribute(ids() * 1, mode=mode)
     same(result, expected)
     same(numbers, hta(model, "second.z").attribute(model.embed(ids())))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_inference_tensors_within_an_argument(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_inference_tensors_within_an_argument(mode):
     """A further argument may hold tensors that were made in inference mode."""
     model = tiny()
     run = lambda x, options: model(x, options["gain"])  # noqa: E731
     with torch.inference_mode():
         method = HiddenTokenAttribution(run, model.second.z)
-        result = method.attribute(data(), additional_forward_args={"gain": GAIN * 1}, way=way)
+        result = method.attribute(data(), additional_forward_args={"gain": GAIN * 1}, mode=mode)
     same(result, hta(model, "second.z").attribute(data(), additional_forward_args=GAIN))
 
 
@@ -643,7 +643,7 @@ def test_cache_that_was_filled_in_inference_mode():
     model = tiny(lambda h: h * kept.setdefault("ramp", ramp * 1), Mixed)
     with torch.inference_mode():
         model(data())
-    result = hta(model, "last").attribute(data(), way="forward")
+    result = hta(model, "last").attribute(data(), mode="forward")
     kept.clear()
     same(result, hta(model, "last").attribute(data()))
 
@@ -653,16 +653,16 @@ def test_cache_that_was_filled_in_inference_mode():
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("times_inputs", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_unreached_rows_are_zero(norm, times_inputs, way):
+@pytest.mark.parametrize("mode", MODES)
+def test_unreached_rows_are_zero(norm, times_inputs, mode):
     """A query whose value no source changes has a row of zeros; the others sum to 1."""
     model = tiny(lambda h: h * torch.tensor([1.0, 0.0, 1.0, 0.0]).double()[:, None], Mixed)
     method = hta(model, "act", norm=norm, num_heads=2, multiply_by_inputs=times_inputs)
-    sums = method.attribute(data(), way=way).sum(-1)
+    sums = method.attribute(data(), mode=mode).sum(-1)
     same(sums, torch.tensor([1.0, 0.0, 1.0, 0.0]).double().expand(BATCH, 2, -1))
 
 
-@pytest.mark.parametrize("options", [{"way": "forward"}, {"way": "reverse"}, {"n_probes": 3}])
+@pytest.mark.parametrize("options", [{"mode": "forward"}, {"mode": "reverse"}, {"n_probes": 3}])
 def test_unreached_target_is_zero(options):
     """A target multiplied by zero gives zeros, and errors of zero, never NaN."""
     method = hta(tiny(lambda h: h * 0, Mixed), ["act", "last"])
@@ -671,12 +671,12 @@ def test_unreached_target_is_zero(options):
         same(tensor, torch.zeros(BATCH, TOKENS, TOKENS).double())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
-def test_scale_of_a_target_does_not_matter(scale, way):
+def test_scale_of_a_target_does_not_matter(scale, mode):
     """Shares are free of units: in float32 a tiny or huge target gives what it gives scaled."""
     method = hta(tiny(lambda h: h * scale, Mixed).float(), "act")
-    result = method.attribute(data().float(), way=way)
+    result = method.attribute(data().float(), mode=mode)
     exact = hta(tiny(lambda h: h, Mixed), "act").attribute(data())
     torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-6)
 
@@ -752,7 +752,7 @@ ERRORS = {
         r"no path leads from the inputs to module 'act': choose a source that",
     ),
     "no path in reverse": (
-        attributed("act", model=tiny(unreached, Mixed), way="reverse"),
+        attributed("act", model=tiny(unreached, Mixed), mode="reverse"),
         r"no path leads from the inputs to module 'act': choose a source that",
     ),
     "no path from a module": (
@@ -804,15 +804,15 @@ ERRORS = {
         attributed(norm="spectral", tolerance=0.1),
         r"probes do not estimate a spectral norm: leave out n_probes and tolerance",
     ),
-    "way": (attributed(way="sideways"), r"way must be one of .*'reverse'.*got 'sideways'"),
-    "way not valid": (attributed(way="probes"), r"'probes' cannot .*valid here: forward, reverse"),
+    "mode": (attributed(mode="sideways"), r"mode must be one of .*'reverse'.*got 'sideways'"),
+    "mode not valid": (attributed(mode="probes"), r"'probes' cannot .*valid here: forward, reverse"),
     "precision": (attributed(precision="low"), r"precision must be one of 'highest', 'high', 'me"),
     "selector too large": (
         attributed(neuron_selector=4),
         r"neuron_selector names \[4\], but the target has positions 0 to 3",
     ),
     "selector too small": (
-        attributed(neuron_selector=[0, -5], way="reverse"),
+        attributed(neuron_selector=[0, -5], mode="reverse"),
         r"neuron_selector names \[-5\], but the target has positions 0 to 3",
     ),
     "selector empty": (attributed(neuron_selector=[]), r"names no positions.*positions 0 to 3"),
@@ -891,12 +891,12 @@ DROPOUTS = {
 }
 
 
-@pytest.mark.parametrize("way", [None, "reverse"])
+@pytest.mark.parametrize("mode", [None, "reverse"])
 @pytest.mark.parametrize(("model", "layer"), DROPOUTS.values(), ids=DROPOUTS)
-def test_active_dropout(model, layer, way):
+def test_active_dropout(model, layer, mode):
     """A dropout that is active is refused, wherever it is and whatever else the model holds."""
     with pytest.raises(ValueError, match=r"dropout is active.*call model.eval\(\) first"):
-        hta(model, layer).attribute(data(), way=way)
+        hta(model, layer).attribute(data(), mode=mode)
 
 
 def test_harmless_dropouts():
@@ -908,32 +908,32 @@ def test_harmless_dropouts():
 # --- numbers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("times_inputs", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("layer", "heads"), [("first.z", 2), ("second", 4)])
-def test_norms(layer, heads, norm, times_inputs, way):
-    """Every norm, in every way, is that of the dense Jacobian."""
+def test_norms(layer, heads, norm, times_inputs, mode):
+    """Every norm, in every mode, is that of the dense Jacobian."""
     model, x = tiny(), data()
     chosen = {"norm": norm, "num_heads": heads, "multiply_by_inputs": times_inputs}
-    result = hta(model, layer, **chosen).attribute(x, way=way)
+    result = hta(model, layer, **chosen).attribute(x, mode=mode)
     same(result, dense(model, model.get_submodule(layer), x, heads, norm, times_inputs))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_neuron_gradient(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_neuron_gradient(mode):
     """Captum's gradients of single neurons, added up, give the Frobenius norms."""
     model, x = tiny(), data()
     gradient = NeuronGradient(model, model.second.out)
     squares = [[gradient.attribute(x, (j, c)).square().sum(-1) for c in range(WIDTH)] for j in range(TOKENS)]
     r = torch.stack([sum(row) for row in squares], 1).sqrt()
-    same(hta(model, "second.out").attribute(x, way=way), shares(r.detach()))
+    same(hta(model, "second.out").attribute(x, mode=mode), shares(r.detach()))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_keys_that_a_causal_model_hides(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_keys_that_a_causal_model_hides(mode):
     """In a causal model nothing comes from later tokens."""
-    result = hta(tiny(lambda h: h.sin(), Mixed), "last").attribute(data(), way=way)
+    result = hta(tiny(lambda h: h.sin(), Mixed), "last").attribute(data(), mode=mode)
     assert (result.triu(1) == 0).all()
     assert (result.tril()[..., 0] > 0).all()
 
@@ -957,18 +957,18 @@ def basic(layers: Any, inplace: bool, **options: Any) -> Any:
     return method.attribute(BASIC, **options)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layer", ["linear0", "linear1", "relu", "linear2"])
-def test_basic_model(layer, way):
+def test_basic_model(layer, mode):
     """Layers of BasicModel_MultiLayer give their dense reference, dead rows zero."""
     model = BasicModel_MultiLayer().double()
     run = lambda x: model(x.tanh().cumsum(1))  # noqa: E731
-    (result,) = basic([layer], False, way=way)
+    (result,) = basic([layer], False, mode=mode)
     same(result, dense(run, model.get_submodule(layer), BASIC))
     assert (result.sum(-1) == 0).any() == (layer in ("relu", "linear2"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "layers",
     [
@@ -980,29 +980,29 @@ def test_basic_model(layer, way):
         ["linear0", "relu", "linear2"],
     ],
 )
-def test_basic_model_in_place(layers, way):
+def test_basic_model_in_place(layers, mode):
     """A ReLU in place gives what any other gives, also for the layer whose output it writes to."""
-    same(basic(layers, True, way=way), basic(layers, False))
+    same(basic(layers, True, mode=mode), basic(layers, False))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_basic_model_in_place_at_inputs(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_basic_model_in_place_at_inputs(mode):
     """The input of a ReLU in place is the value before it."""
     layers, options = ["relu", "linear2"], {"attribute_to_neuron_input": True}
-    same(basic(layers, True, way=way, **options), basic(layers, False, **options))
+    same(basic(layers, True, mode=mode, **options), basic(layers, False, **options))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("times_inputs", [False, True])
-def test_basic_model_in_place_at_the_source(times_inputs, way):
+def test_basic_model_in_place_at_the_source(times_inputs, mode):
     """The source may be what a ReLU in place writes to."""
     options = {"source": "linear1", "times_inputs": times_inputs}
-    same(basic(["linear2"], True, way=way, **options), basic(["linear2"], False, **options))
+    same(basic(["linear2"], True, mode=mode, **options), basic(["linear2"], False, **options))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("times_inputs", [False, True])
-def test_inputs_written_in_place(times_inputs, way):
+def test_inputs_written_in_place(times_inputs, mode):
     """A model that writes to its inputs does not change the caller's, nor the result."""
     x, last = data(), linear().double()
     plain, writes = (
@@ -1011,7 +1011,7 @@ def test_inputs_written_in_place(times_inputs, way):
         )
         for exp in (torch.exp, torch.exp_)
     )
-    same(writes.attribute(x, way=way), plain.attribute(data()))
+    same(writes.attribute(x, mode=mode), plain.attribute(data()))
     same(x, data())
 
 
@@ -1024,24 +1024,24 @@ def test_basic_model_with_a_module_of_several_tensors():
     same(hta(model, "multi_relu.relu1").attribute(BASIC), torch.diag_embed(alive))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_basic_embedding_model(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_basic_embedding_model(mode):
     """Each output of BasicEmbeddingModel is of its own token, or of none behind a dead ReLU."""
     torch.manual_seed(0)
     model = BasicEmbeddingModel(30, 6, 10).double()
     first, second = ids(), ids() + 5
     method = hta(model, "linear2", source_layer="embedding1")
     alive = (model.embedding1(first) + model.embedding2(second)).sum(-1) > 0
-    same(method.attribute((first, second), way=way), torch.diag_embed(alive.double()))
+    same(method.attribute((first, second), mode=mode), torch.diag_embed(alive.double()))
     assert 0 < alive.sum() < alive.numel()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_basic_model_with_several_inputs(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_basic_model_with_several_inputs(mode):
     """Three inputs that are added, with a scale, have a third each."""
     model = BasicModel_MultiLayer_MultiInput().double()
     inputs = tuple(data(BATCH, 5, 3, seed=seed) for seed in range(3))
-    result = hta(model, "model.linear1").attribute(inputs, additional_forward_args=4, way=way)
+    result = hta(model, "model.linear1").attribute(inputs, additional_forward_args=4, mode=mode)
     same(result, (torch.eye(5).double().expand(BATCH, -1, -1) / 3,) * 3)
 
 
@@ -1080,11 +1080,11 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("kernel", "plain"), KERNELS.values(), ids=KERNELS)
-def test_scaled_dot_product_attention(kernel, plain, way):
+def test_scaled_dot_product_attention(kernel, plain, mode):
     """PyTorch's attention gives what elementary operators give, with nothing for users to set."""
-    result = hta(tiny(kernel), ["first.z", "second"]).attribute(data(), way=way)
+    result = hta(tiny(kernel), ["first.z", "second"]).attribute(data(), mode=mode)
     same(result, hta(tiny(plain), ["first.z", "second"]).attribute(data()))
 
 
@@ -1109,7 +1109,7 @@ MASKS = {
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(1, {"way": "forward"}), (3 * WIDTH, {"way": "forward"}), (1, {"n_probes": WIDTH})],
+    [(1, {"mode": "forward"}), (3 * WIDTH, {"mode": "forward"}), (1, {"n_probes": WIDTH})],
     ids=["exact", "three tokens at once", "all probes"],
 )
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -1119,7 +1119,7 @@ def test_masks(mask, size, options):
     # documents, the exceptions): the windows of a causal model are proven for that token alone
     model, x = tiny(lambda q, k, v: masked(q, k, v, mask)), data(1, len(mask), WIDTH)
     method = hta(model, ["first.z", "second.z", "second"])
-    same(method.attribute(x, internal_batch_size=size, **options), method.attribute(x, way="reverse"))
+    same(method.attribute(x, internal_batch_size=size, **options), method.attribute(x, mode="reverse"))
 
 
 @pytest.mark.parametrize("size", [1, None])
@@ -1129,8 +1129,8 @@ def test_lengths(tokens, causal, size):
     """A sequence may be as long as another axis, such as heads or width, or have one token."""
     x = data(1, tokens, WIDTH)
     method = hta(tiny(sdpa(is_causal=causal)), ["first.z", "second"])
-    result = method.attribute(x, internal_batch_size=size, way="forward")
-    same(result, method.attribute(x, way="reverse"))
+    result = method.attribute(x, internal_batch_size=size, mode="forward")
+    same(result, method.attribute(x, mode="reverse"))
     assert all(bool((part.triu(1) == 0).all()) == (causal or tokens == 1) for part in result)
 
 
@@ -1138,20 +1138,20 @@ def test_query_that_attends_to_nothing():
     """A query whose every key is masked has a row of zeros."""
     mask = MASK.clone()
     mask[1] = False
-    for way in WAYS:
-        sums = hta(tiny(sdpa(attn_mask=mask)), "first.z").attribute(data(), way=way).sum(-1)
+    for mode in MODES:
+        sums = hta(tiny(sdpa(attn_mask=mask)), "first.z").attribute(data(), mode=mode).sum(-1)
         same(sums, torch.tensor([1.0, 0.0, 1.0, 1.0]).double().expand(BATCH, HEADS, -1))
 
 
-def test_fused_attention_takes_the_reverse_way(caplog):
+def test_fused_attention_takes_the_reverse_mode(caplog):
     """A kernel without a forward derivative is differentiated in reverse, and the log says so."""
     result = hta(tiny(flash), ["first.z", "second"]).attribute(data())
     same(result, hta(tiny(), ["first.z", "second"]).attribute(data()))
-    assert "taking the reverse way" in caplog.text
+    assert "taking the reverse mode" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{"way": "forward"}, {"n_probes": 3}, {"tolerance": 0.1}])
-def test_fused_attention_refuses_the_forward_way(options):
+@pytest.mark.parametrize("options", [{"mode": "forward"}, {"n_probes": 3}, {"tolerance": 0.1}])
+def test_fused_attention_refuses_the_forward_mode(options):
     """What needs a forward derivative is refused where there is none."""
     with pytest.raises(ValueError, match=r"(?s)need a forward derivative.*ask for an exact result"):
         hta(tiny(flash), "second").attribute(data(), **options)
@@ -1164,23 +1164,23 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2).double().eval()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_transformer_encoder(mode, way):
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gradients", [torch.enable_grad, torch.no_grad])
+def test_transformer_encoder(gradients, mode):
     """PyTorch's encoder gives the dense reference, though it has a fast path in eval mode."""
     model, x, layers = encoder(), data(), ["layers.0.linear1", "layers.1"]
-    with mode():
-        result = hta(model, layers).attribute(x, way=way)
+    with gradients():
+        result = hta(model, layers).attribute(x, mode=mode)
     same(result, [dense(model, model.get_submodule(layer), x) for layer in layers])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_transformer_encoder_with_padding(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_transformer_encoder_with_padding(mode):
     """Padding of PyTorch's encoder is heeded: nothing of it is in other tokens."""
     model, padding = encoder(), torch.arange(TOKENS) >= torch.tensor([[4], [3], [2]])
     run = lambda x, mask: model(x, src_key_padding_mask=mask)  # noqa: E731
     method = HiddenTokenAttribution(run, model.layers[1].linear1)
-    result = method.attribute(data(), additional_forward_args=padding, way=way)
+    result = method.attribute(data(), additional_forward_args=padding, mode=mode)
     alone = [hta(model, "layers.1.linear1").attribute(data()[n : n + 1, : 4 - n]) for n in range(3)]
     for row, number in zip(alone, range(3), strict=True):
         same(result[number : number + 1, : 4 - number, : 4 - number], row)
@@ -1206,30 +1206,30 @@ def own_attention() -> OwnAttention:
     return OwnAttention().double().eval()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layer", ["attend", "last"])
-def test_multihead_attention(layer, way):
+def test_multihead_attention(layer, mode):
     """A module that gives ``(tensor, None)`` is a target as one that gives a tensor."""
     model, x = own_attention(), data()
     with torch.no_grad():
-        result = hta(model, layer).attribute(x, way=way)
+        result = hta(model, layer).attribute(x, mode=mode)
     same(result, dense(model, model.get_submodule(layer), x))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_multihead_attention_with_weights(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_multihead_attention_with_weights(mode):
     """Its weights are a second tensor: refused as a target, no matter on the way to one."""
     with pytest.raises(ValueError, match=r"'attend' holds 2 floating-point tensors.*choose"):
-        hta(own_attention(), "attend").attribute(data(), additional_forward_args=True, way=way)
-    result = hta(own_attention(), "last").attribute(data(), additional_forward_args=True, way=way)
+        hta(own_attention(), "attend").attribute(data(), additional_forward_args=True, mode=mode)
+    result = hta(own_attention(), "last").attribute(data(), additional_forward_args=True, mode=mode)
     same(result, hta(own_attention(), "last").attribute(data()))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_source_that_gives_a_tensor_and_none(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_source_that_gives_a_tensor_and_none(mode):
     """As a source, such a module still gives the model all that it unpacks."""
     model = own_attention()
-    result = hta(model, "last", source_layer="attend").attribute(data(), way=way)
+    result = hta(model, "last", source_layer="attend").attribute(data(), mode=mode)
     same(result, shares(torch.ones(TOKENS, TOKENS).double().tril()).expand(BATCH, -1, -1))
 
 
@@ -1240,12 +1240,12 @@ class Named(NamedTuple):
     note: str
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_source_that_gives_a_named_tuple(way):
+@pytest.mark.parametrize("mode", MODES)
+def test_source_that_gives_a_named_tuple(mode):
     """As a source, a module that gives a named tuple still gives one."""
     # FINDING: TypeError "__new__() missing 1 required positional argument"
     model = nn.Sequential(Apply(lambda x: Named(x.sin(), "kept")), Apply(lambda named: named.value.cumsum(1)))
-    result = hta(model, "1", source_layer="0").attribute(data(), way=way)
+    result = hta(model, "1", source_layer="0").attribute(data(), mode=mode)
     same(result, shares(torch.ones(TOKENS, TOKENS).double().tril()).expand(BATCH, -1, -1))
 
 
@@ -1328,17 +1328,17 @@ FUNCTIONS = {
 }
 
 
-def right(model: nn.Module, way: str | None) -> None:
+def right(model: nn.Module, mode: str | None) -> None:
     """By this way both layers of a :class:`Mixed` model give the dense reference."""
     layers, x = ("act", "last"), data()
     expected = [dense(model, model.get_submodule(layer), x) for layer in layers]
     for layer, whole in zip(layers, expected, strict=True):
-        same(hta(model, layer).attribute(x, way=way), whole)
-    same(hta(model, list(layers)).attribute(x, way=way), expected)
+        same(hta(model, layer).attribute(x, mode=mode), whole)
+    same(hta(model, list(layers)).attribute(x, mode=mode), expected)
 
 
 def right_or_refused(model: nn.Module) -> None:
-    """The forward way gives the dense reference, or says that it cannot."""
+    """The forward mode gives the dense reference, or says that it cannot."""
     try:
         right(model, "forward")
     except ValueError as error:
@@ -1355,11 +1355,11 @@ def test_functions(function):
 
 
 def test_operator_without_forward_derivative(caplog):
-    """The reverse way is taken, and says why; the forward way and probes are refused."""
+    """The reverse mode is taken, and says why; the forward mode and probes are refused."""
     model = tiny(sine_operator, Mixed)
     hta(model, "last").attribute(data())
-    assert "taking the reverse way" in caplog.text
-    for options in ({"way": "forward"}, {"n_probes": 3}):
+    assert "taking the reverse mode" in caplog.text
+    for options in ({"mode": "forward"}, {"n_probes": 3}):
         with pytest.raises(ValueError, match=r"(?s)need a forward derivative.*ask for"):
             hta(model, "last").attribute(data(), **options)
 
@@ -1426,9 +1426,9 @@ def test_examples_that_influence_each_other(function):
     """Are refused, since all are carried at once; a single one is right."""
     model = tiny(function, Mixed)
     with pytest.raises(ValueError, match="influence each other"):
-        hta(model, "last").attribute(data(), way="forward")
+        hta(model, "last").attribute(data(), mode="forward")
     one = data()[:1]
-    same(hta(model, "last").attribute(one, way="forward"), dense(model, model.last, one))
+    same(hta(model, "last").attribute(one, mode="forward"), dense(model, model.last, one))
 
 
 def test_batch_statistics_are_refused():
@@ -1436,9 +1436,9 @@ def test_batch_statistics_are_refused():
     norm = nn.BatchNorm1d(8).double()
     model = tiny(lambda h: norm(h.mT).mT, Mixed)
     model.norm = norm
-    for way in ("forward", "reverse"):
+    for mode in ("forward", "reverse"):
         with pytest.raises(ValueError, match="statistics of the batch"):
-            hta(model, "last").attribute(data(), way=way)
+            hta(model, "last").attribute(data(), mode=mode)
     assert norm.num_batches_tracked == 0
     norm.eval()
     right(model, None)

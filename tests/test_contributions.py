@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import LayerNorm, Module
 from transformers import BertForMaskedLM, BertLMHeadModel
 
-from captum_hta import Contributions, contributions
-from captum_hta.contributions import BATCH_TOKENS, PADDING_SHARE, batches
-from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
-from captum_hta.model import Encoding
-from captum_hta.norms import NORMS
+from captum_hta import Contributions, contributions, load_model
+from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.jacobian.norms import NORMS
+from captum_hta.model.encoding import Encoding
+from captum_hta.texts import BATCH_TOKENS, PADDING_SHARE, batches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -321,7 +321,7 @@ def test_layers(
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("model", ["bert", "causal", "roberta"])
-def test_three_ways_to_the_previous_layer(model: str, scaled: bool) -> None:
+def test_three_modes_to_the_previous_layer(model: str, scaled: bool) -> None:
     """Closed form, forward and reverse give the same, in a padded batch."""
     plain = {
         "bert": tiny_bert,
@@ -330,10 +330,10 @@ def test_three_ways_to_the_previous_layer(model: str, scaled: bool) -> None:
     }[model]()
     loaded = load_model(plain, tokenizer=WordTokenizer(segments=model != "roberta"))
     results = [
-        contributions(loaded, TEXTS, source="previous_layer", multiply_by_inputs=scaled, way=way)
-        for way in (None, "closed form", "forward", "reverse")
+        contributions(loaded, TEXTS, source="previous_layer", multiply_by_inputs=scaled, mode=mode)
+        for mode in (None, "closed form", "forward", "reverse")
     ]
-    assert [{plan.way for plan in result.plans} for result in results] == [
+    assert [{plan.mode for plan in result.plans} for result in results] == [
         {"closed form"}, {"closed form"}, {"forward"}, {"reverse"},
     ]  # fmt: skip
     for result in results[1:]:
@@ -343,10 +343,10 @@ def test_three_ways_to_the_previous_layer(model: str, scaled: bool) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_forward_equals_reverse(deep: TransformerLensModel, norm: str, target: str) -> None:
-    """Both general ways give the same input contribution in every norm."""
+    """Both general modes give the same input contribution in every norm."""
     first, second = (
-        contributions(deep, TEXTS[:3], norm=norm, target=target, way=way).values
-        for way in ("forward", "reverse")
+        contributions(deep, TEXTS[:3], norm=norm, target=target, mode=mode).values
+        for mode in ("forward", "reverse")
     )
     torch.testing.assert_close(first, second, rtol=0, atol=1e-7, equal_nan=True)
 
@@ -439,23 +439,23 @@ def test_closed_form_needs_no_probes(tiny: TransformerLensModel) -> None:
     """Where the closed form holds, it takes the place of an estimate, and is exact."""
     result = contributions(tiny, TEXTS, source="previous_layer", n_probes=2)
     assert result.standard_error is None
-    assert {plan.way for plan in result.plans} == {"closed form"}
+    assert {plan.mode for plan in result.plans} == {"closed form"}
 
 
 def test_estimated_previous_layer(tiny: TransformerLensModel) -> None:
     """Probes of the previous layer can be forced; they agree with the closed form."""
     options = {"source": "previous_layer", "layers": [0, 1]}
-    found = contributions(tiny, [PAIR], n_probes=6, way="probes", **options)
+    found = contributions(tiny, [PAIR], n_probes=6, mode="probes", **options)
     expected = contributions(tiny, [PAIR], **options).values
     assert ((found.values - expected).abs() <= 8 * found.standard_error).float().mean() > 0.95
 
 
 def test_plans(tiny: TransformerLensModel) -> None:
     """Each batch, and for the previous layer of hidden embeddings each source, has its plan."""
-    ways = [plan.way for plan in contributions(tiny, TEXTS, n_probes=2).plans]
-    assert ways == ["probes"] * len(list(batches(LENGTHS)))
+    modes = [plan.mode for plan in contributions(tiny, TEXTS, n_probes=2).plans]
+    assert modes == ["probes"] * len(list(batches(LENGTHS)))
     layers = contributions(tiny, [PAIR], source="previous_layer", target="layer")
-    assert [plan.way for plan in layers.plans] == ["forward", "forward"]
+    assert [plan.mode for plan in layers.plans] == ["forward", "forward"]
 
 
 # --- behaviour -----------------------------------------------------------------------------------
@@ -473,10 +473,10 @@ def test_show_progress(tiny: TransformerLensModel, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=str)
-@pytest.mark.parametrize("way", ["forward", "reverse", "closed form"])
-def test_under_no_grad(tiny: TransformerLensModel, context: type, way: str) -> None:
+@pytest.mark.parametrize("mode", ["forward", "reverse", "closed form"])
+def test_under_no_grad(tiny: TransformerLensModel, context: type, mode: str) -> None:
     """Contributions are the same where gradients are off, and are ordinary tensors."""
-    options = {"source": "previous_layer", "way": way}
+    options = {"source": "previous_layer", "mode": mode}
     with context():
         found = contributions(tiny, [PAIR], **options).values
     assert torch.equal(found, contributions(tiny, [PAIR], **options).values)
@@ -550,15 +550,15 @@ BAD_OPTIONS: list[tuple[dict, str]] = [
     ({"n_probes": 1, "tolerance": 0.1}, "at least two"),
     ({"n_probes": 4, "norm": "spectral"}, "do not estimate a spectral norm"),
     ({"tolerance": 0.1, "norm": "spectral"}, "do not estimate a spectral norm"),
-    ({"way": "backward"}, "way must be one of 'closed form', 'forward', 'reverse', 'probes'"),
-    ({"way": "backward", "source": "previous_layer"}, "way must be one of"),
-    ({"way": "closed form"}, "the closed form gives the previous-layer contribution of heads"),
-    ({"way": "closed form", "source": 0, "layers": [0, 1]}, "closed form"),
-    ({"way": "closed form", "source": "previous_layer", "norm": "sum"}, "closed form"),
-    ({"way": "closed form", "source": "previous_layer", "target": "layer"}, "closed form"),
-    ({"way": "probes"}, "the way 'probes' cannot give this result; valid here: forward, reverse"),
-    ({"way": "forward", "n_probes": 4}, "the way 'forward' cannot give this result"),
-    ({"way": "reverse", "tolerance": 0.1}, "the way 'reverse' cannot give this result"),
+    ({"mode": "backward"}, "mode must be one of 'closed form', 'forward', 'reverse', 'probes'"),
+    ({"mode": "backward", "source": "previous_layer"}, "mode must be one of"),
+    ({"mode": "closed form"}, "the closed form gives the previous-layer contribution of heads"),
+    ({"mode": "closed form", "source": 0, "layers": [0, 1]}, "closed form"),
+    ({"mode": "closed form", "source": "previous_layer", "norm": "sum"}, "closed form"),
+    ({"mode": "closed form", "source": "previous_layer", "target": "layer"}, "closed form"),
+    ({"mode": "probes"}, "the mode 'probes' cannot give this result; valid here: forward, reverse"),
+    ({"mode": "forward", "n_probes": 4}, "the mode 'forward' cannot give this result"),
+    ({"mode": "reverse", "tolerance": 0.1}, "the mode 'reverse' cannot give this result"),
     ({"precision": "low"}, "precision must be one of"),
     ({"precision": "low", "source": "previous_layer"}, "precision must be one of"),
 ]

@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from captum_hta.contributions import encoded, listed
-from captum_hta.forward_pass import observed, without_autocast
-from captum_hta.model import Attention, Batch, Model, OutputProjection, Text
+from captum_hta.model.attention import Attention, OutputProjection
+from captum_hta.model.encoding import Batch, Text
+from captum_hta.model.protocol import Model
+from captum_hta.model.sites import observed, without_autocast
+from captum_hta.texts import encoded, listed
 
 
 class Baseline(ABC):
@@ -21,7 +23,7 @@ class Baseline(ABC):
 
     Args:
         model: An adapter around a model, such as
-            :func:`captum_hta.integrations.transformer_lens.load_model` gives.
+            :func:`captum_hta.load_model` gives.
     """
 
     name: ClassVar[str]

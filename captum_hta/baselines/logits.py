@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta.baselines.base import Baseline, Example, wide
-from captum_hta.forward_pass import Site, replaced
-from captum_hta.model import Model
+from captum_hta.model.protocol import Model
+from captum_hta.model.sites import Site, replaced
 
 
 class LogitBaseline(Baseline):
@@ -83,7 +83,7 @@ class SteppedBaseline(LogitBaseline):
         model: An adapter around a model with a head.
         position: Where the logit is, negative from the end.
         token: Which logit. Default: ``None``, the largest.
-        n_steps: Steps of the way. Default: ``None``, :attr:`steps`.
+        n_steps: Steps of the mode. Default: ``None``, :attr:`steps`.
 
     Raises:
         ValueError: If ``n_steps`` is no positive int.
@@ -156,14 +156,14 @@ class IntegratedAttention(SteppedBaseline):
 
 class AttentionConductance(SteppedBaseline):
     r"""What flows through each attention weight while the embedding grows from zero:
-    :math:`\sum_k \partial F / \partial a\, (a_{k+1} - a_k)` over Gauss-Legendre points of the way, as
+    :math:`\sum_k \partial F / \partial a\, (a_{k+1} - a_k)` over Gauss-Legendre points of the mode, as
     Captum's ``LayerConductance`` on the pattern.
 
     Args:
         model: An adapter around a model with a head.
         position: Where the logit is, negative from the end.
         token: Which logit. Default: ``None``, the largest.
-        n_steps: Steps of the way.
+        n_steps: Steps of the mode.
 
     References:
         Dhamdhere et al., "How Important Is a Neuron?", ICLR 2019; Captum's tutorial "Interpreting BERT Models

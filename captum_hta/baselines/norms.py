@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from captum_hta.baselines.base import Baseline, Example, wide
-from captum_hta.model import Model, OutputProjection
+from captum_hta.model.attention import OutputProjection
+from captum_hta.model.protocol import Model
 
 
 class ValueWeightedNorm(Baseline):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from captum_hta.baselines.base import Baseline, Example
 from captum_hta.baselines.norms import block_parts
-from captum_hta.model import Model
+from captum_hta.model.protocol import Model
 
 RESIDUAL = 0.5
 """Share of the residual connection in a layer."""

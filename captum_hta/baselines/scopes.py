@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta.baselines.base import Baseline, Example, wide
-from captum_hta.forward_pass import ForwardPass, Site, observed
-from captum_hta.jacobian import Question, answer
-from captum_hta.model import Model
+from captum_hta.jacobian.engine import Question, answer
+from captum_hta.jacobian.forward_pass import ForwardPass
+from captum_hta.model.protocol import Model
+from captum_hta.model.sites import Site, observed
 
 SCOPES = ("semantic", "temperature", "fisher")
 
@@ -53,10 +54,10 @@ class JacobianScope(Baseline):
         """The values of one text, without the batch axis."""
         model, place = self.model, self._final(example)
         hidden = wide(observed({"final": place}, example.run)["final"][0])
-        passage = ForwardPass(
+        forward_pass = ForwardPass(
             model.forward, example.batch.inputs, example.batch.extra, [place], model.source(0)
         )
-        found = answer(passage, Question(direction=self._vectors(hidden)[None]))
+        found = answer(forward_pass, Question(direction=self._vectors(hidden)[None]))
         return found.energies[0].mean[0, 0].clamp_min(0).sqrt().to(hidden)
 
     def _final(self, example: Example) -> Site | Module:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from captum_hta.baselines.base import Baseline, Example, wide
-from captum_hta.forward_pass import replaced
+from captum_hta.model.sites import replaced
 
 
 class ValueZeroing(Baseline):

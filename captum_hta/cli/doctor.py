@@ -7,19 +7,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from captum_hta import plots, study
-from captum_hta.cli.options import (
-    Adapter,
-    Debug,
-    Device,
-    Part,
-    UserError,
-    load,
-    out,
-    plain,
-)
-from captum_hta.forecast import forecast
-from captum_hta.model import Model
+from captum_hta.cli.options import Adapter, Debug, Device, Part, UserError, load, out, plain
+from captum_hta.jacobian.forecast import forecast
+from captum_hta.model.protocol import Model
+from captum_hta.study import run as study
+from captum_hta.views import plots
 
 DOCTOR_TOKENS = 32
 
@@ -34,7 +26,7 @@ def doctor(
     device: Device = None,
     debug: Debug = False,
 ) -> None:
-    """Show what is found in a model: its parts, the checks at loading, and the ways that will be taken.
+    """Show what is found in a model: its parts, the checks at loading, and the modes that will be taken.
 
     Ends with status 1 if a check fails.
 
@@ -49,7 +41,7 @@ def doctor(
         "reads": loaded.reader.reads,
         "at most": "any length" if loaded.max_length is None else f"{loaded.max_length} tokens",
         "weights": f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
-        "closed form": "yes" if loaded.size.closed_form else "no, the general ways are taken",
+        "closed form": "yes" if loaded.size.closed_form else "no, the general modes are taken",
     }
     facts |= _forecasts(loaded)
     _print_pairs("Found", facts)
@@ -61,7 +53,7 @@ def doctor(
         },
     )
     if not all(check.passed for check in loaded.checks):
-        raise UserError("a check failed; results by the general ways are right all the same")
+        raise UserError("a check failed; results by the general modes are right all the same")
 
 
 def _forecasts(model: Model) -> dict[str, str]:

@@ -11,7 +11,6 @@ import typer
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from captum_hta import plots, study
 from captum_hta.cli.options import (
     Adapter,
     Debug,
@@ -37,21 +36,26 @@ from captum_hta.cli.options import (
     print_error,
     probes_or_exact,
 )
-from captum_hta.contributions import Contributions, contributions, encoded, missing_tokens
-from captum_hta.forecast import in_all
-from captum_hta.model import Encoding, Model, Text
+from captum_hta.computation import contributions
+from captum_hta.jacobian.forecast import in_all
+from captum_hta.model.encoding import Encoding, Text
+from captum_hta.model.protocol import Model
+from captum_hta.result import Contributions
+from captum_hta.study import run as study
+from captum_hta.texts import encoded, missing_tokens
+from captum_hta.views import plots
 
 EXPLAIN_PROBES = 32
 INSTEAD = {
     "text": "give the second by --pair",
-    "picture": "leave out --pair",
-    "sound": "explain takes none, but captum_hta.contributions does",
+    "image": "leave out --pair",
+    "audio": "explain takes none, but captum_hta.contributions does",
 }
 """What to do with a model that does not read what it is given."""
 
 
 def explain(
-    text: Annotated[str, typer.Argument(help="A text, the first of a pair, or the path of a picture.")],
+    text: Annotated[str, typer.Argument(help="A text, the first of a pair, or the path of an image.")],
     pair: Annotated[str | None, typer.Option(help="The second text of a pair.")] = None,
     output: Annotated[
         Path, typer.Option("--out", "-o", help="The figure to write, as PNG, SVG or PDF.")
@@ -59,7 +63,7 @@ def explain(
     query: Annotated[
         int | None,
         typer.Option(
-            help="Number of the query token to list. Default: all; of a picture the first, its class token.",
+            help="Number of the query token to list. Default: all; of an image the first, its class token.",
             min=0,
         ),
     ] = None,
@@ -90,11 +94,11 @@ def explain(
     multiply_by_inputs: TimesInputs = False,
     debug: Debug = False,
 ) -> None:
-    """Show what the heads take in for one text or picture.
+    """Show what the heads take in for one text or image.
 
     Prints, for each query token, the source tokens that are most in the output of one head, and draws
-    attention, previous-layer contribution and input contribution side by side; for a model of pictures, those
-    of one query over the picture.
+    attention, previous-layer contribution and input contribution side by side; for a model of images, those
+    of one query over the image.
 
     Example: captum-hta explain "The cat sat on the mat." --pair "It slept." --layers 3
     """
@@ -140,7 +144,7 @@ def explain(
         out.print(
             "Tokens in letters that the font of figures lacks are shown there by their numbers.", style="dim"
         )
-    what = "Heatmap" if encoding.grid is None else "Picture"
+    what = "Heatmap" if encoding.grid is None else "Image"
     out.print(f"{what}: {output}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -158,7 +162,7 @@ def _encoded(model: Model, text: Text, truncation: bool) -> Encoding:
 
 
 def _query(query: int | None, encoding: Encoding) -> int | None:
-    """The query to show; of a picture there is one."""
+    """The query to show; of an image there is one."""
     if query is not None and query >= len(encoding):
         raise UserError(f"--query {query} is no token: there are 0 to {len(encoding) - 1}")
     return 0 if query is None and encoding.grid is not None else query
@@ -171,13 +175,13 @@ def _figure(
     query: int | None,
     titles: list[str],
 ) -> Figure:
-    """Heatmaps of all queries, or one query over its picture."""
+    """Heatmaps of all queries, or one query over its image."""
     patterns = {"attention": results["input"].attention} | {s: r.values for s, r in results.items()}
     maps = {name: _rows(values, heads) for name, values in patterns.items()}
     if encoding.grid is None:
         return plots.heatmaps(maps, encoding.tokens, titles, _keys(results))
     maps = {name: values[:, query] for name, values in maps.items()}
-    return plots.overlays(maps, encoding.picture, encoding.grid, encoding.tokens, query, titles)
+    return plots.overlays(maps, encoding.image, encoding.grid, encoding.tokens, query, titles)
 
 
 def _keys(results: dict[str, Contributions]) -> list[str]:
@@ -187,7 +191,7 @@ def _keys(results: dict[str, Contributions]) -> list[str]:
 
 
 def _print_plans(model: Model, results: dict[str, Contributions]) -> None:
-    """Say which ways were taken, where that was not known before."""
+    """Say which modes were taken, where that was not known before."""
     if model.key_layers is None:
         return
     for source, result in results.items():

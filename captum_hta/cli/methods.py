@@ -11,7 +11,6 @@ import pandas as pd
 import typer
 from rich.table import Table
 
-from captum_hta import corpus, plots, report
 from captum_hta.cli.options import (
     Adapter,
     Data,
@@ -37,9 +36,12 @@ from captum_hta.cli.options import (
     read_corpus,
     rounded,
 )
-from captum_hta.comparison import Method, compare_methods, methods_for
-from captum_hta.faithfulness import faithfulness as measure
-from captum_hta.model import Model
+from captum_hta.evaluation.comparison import Method, compare_methods, methods_for
+from captum_hta.evaluation.faithfulness import faithfulness as measure
+from captum_hta.model.protocol import Model
+from captum_hta.report import one_study as report
+from captum_hta.study import corpus
+from captum_hta.views import plots
 
 DEFAULT_PROBES = 12
 SHOWN = {

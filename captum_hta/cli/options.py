@@ -16,12 +16,15 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
-from captum_hta import corpus, plots, study
-from captum_hta.contributions import text_lengths
-from captum_hta.forecast import forecast, in_all
-from captum_hta.model import Model, Text
-from captum_hta.norms import NORMS
-from captum_hta.probes import FIRST_PROBES
+from captum_hta.jacobian.forecast import forecast, in_all
+from captum_hta.jacobian.norms import NORMS
+from captum_hta.jacobian.probes import FIRST_PROBES
+from captum_hta.model.encoding import Text
+from captum_hta.model.protocol import Model
+from captum_hta.study import corpus
+from captum_hta.study import run as study
+from captum_hta.texts import text_lengths
+from captum_hta.views import plots
 
 out = Console(soft_wrap=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -85,7 +88,7 @@ def load(name: str | None, device: str | None, adapter: str | None = None, part:
     Raises:
         UserError: If it cannot be loaded, or cannot run on the device.
     """
-    from captum_hta.integrations.transformer_lens import load_model
+    from captum_hta import load_model
 
     try:
         torch.device(device or "cpu")
@@ -172,7 +175,7 @@ class Reading:
     """What is read of a corpus.
 
     Attributes:
-        limit, sample, fields: As in :class:`captum_hta.corpus.Choice`.
+        limit, sample, fields: As in :class:`captum_hta.study.corpus.Choice`.
         max_tokens: Leave longer texts out.
         truncation: Cut texts that are longer than the model reads; otherwise they are bad.
         strict: Stop at a bad line.
@@ -262,7 +265,7 @@ def announce(
     tolerance: float | None,
     hidden: bool = False,
 ) -> None:
-    """Say which ways will be taken, and what they will cost about; of cross attention it is not known.
+    """Say which modes will be taken, and what they will cost about; of cross attention it is not known.
     ``hidden``: for hidden embeddings too.
     """
     if model.key_layers is not None:
@@ -276,7 +279,7 @@ def announce(
         plans = in_all(
             forecast(model.size, length, source=source, target=target, **asked) for length in lengths
         )
-        more = " or more" if tolerance is not None and plans[0].way == "probes" else ""
+        more = " or more" if tolerance is not None and plans[0].mode == "probes" else ""
         for one in plans:
             out.print(f"{plots.MAPS[source]}: {one}{more}", highlight=False, style="dim", soft_wrap=True)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from captum_hta import __version__, corpus, report, study, together
+from captum_hta import __version__
 from captum_hta.cli.options import (
     Adapter,
     Corpus,
@@ -45,10 +45,15 @@ from captum_hta.cli.options import (
     rounded,
 )
 from captum_hta.cli.pairings import Pairing, pairings
-from captum_hta.contributions import encoded, missing_tokens
-from captum_hta.model import Model, Text
-from captum_hta.shards import Shards
-from captum_hta.study_folder import check_nothing_kept
+from captum_hta.model.encoding import Text
+from captum_hta.model.protocol import Model
+from captum_hta.report import one_study as report
+from captum_hta.report import several_studies as together
+from captum_hta.study import corpus
+from captum_hta.study import run as study
+from captum_hta.study.checkpoint import Shards
+from captum_hta.study.folder import check_nothing_kept
+from captum_hta.texts import encoded, missing_tokens
 
 INTERRUPTED = 130
 RUN_FACTS = ("data", "device", "label")

@@ -24,14 +24,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import BertConfig, BertModel
 
-from captum_hta import contributions
-from captum_hta.forward import Columns, sweep
-from captum_hta.forward_pass import ForwardPass
-from captum_hta.integrations.transformer_lens import TransformerLensModel, load_model
-from captum_hta.linearization import Linearization
-from captum_hta.plan import chunk_size
-from captum_hta.request import Request
-from captum_hta.windows import WindowedLinearization
+from captum_hta import contributions, load_model
+from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.jacobian.forward import Columns, sweep
+from captum_hta.jacobian.forward_pass import ForwardPass
+from captum_hta.jacobian.linearize.linearization import Linearization
+from captum_hta.jacobian.linearize.windowed import WindowedLinearization
+from captum_hta.jacobian.plan import chunk_size
+from captum_hta.jacobian.query import Request
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Subject:
             parts.append("a")
         return " ".join(parts)
 
-    def passage(self, source: int, layers: list[int], kind: str = "head") -> ForwardPass:
+    def forward_pass(self, source: int, layers: list[int], kind: str = "head") -> ForwardPass:
         targets = [self.model.target(layer, kind) for layer in layers]
         return ForwardPass(
             self.model.forward, self.batch.inputs, self.batch.extra, targets, self.model.source(source)
@@ -173,7 +173,7 @@ def _neuron_gradient(subject: Subject) -> tuple[Callable[[], object], float, str
 
 def _graph(subject: Subject, source: int, layer: int):
     """An autograd graph from a source to a head target, kept alive with its settings."""
-    manager = subject.passage(source, [layer]).differentiable()
+    manager = subject.forward_pass(source, [layer]).differentiable()
     return manager, *manager.__enter__()
 
 
@@ -218,7 +218,7 @@ class Sweep:
         run: Pushes some tangents of the first token.
         count: How many.
         whole: How many there are in all.
-        setup: Seconds that come once: recording, checking, condensing.
+        setup: Seconds that come once: recording, checking, collapsing.
         derivative: What it pushes through.
     """
 
@@ -235,10 +235,10 @@ class Sweep:
 
 def sweep_of(subject: Subject, layers: list[int], kind: str = "head") -> Sweep:
     """From the input to all targets, over whole chunks: about a tenth of a second or more."""
-    passage = subject.passage(0, layers, kind)
-    passage.linearize()  # what PyTorch loads at the first time is not ours
+    forward_pass = subject.forward_pass(0, layers, kind)
+    forward_pass.linearize()  # what PyTorch loads at the first time is not ours
     start = time.perf_counter()
-    derivative, (x,), _ = passage.linearize()
+    derivative, (x,), _ = forward_pass.linearize()
     windowed = WindowedLinearization(derivative, derivative.sources[0])
     whole = x.shape[1] * x.shape[2]
     with torch.no_grad():

@@ -1,0 +1,1 @@
+"""Contributions compared with other methods, and with what heads do."""

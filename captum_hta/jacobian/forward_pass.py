@@ -1,0 +1,232 @@
+"""One forward pass with a hook at the source and hooks at the targets, that leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+from captum_hta.jacobian.linearize.linearization import Linearization
+from captum_hta.jacobian.linearize.recorder import Recorder, TrainingWatch, refuse_batch_statistics
+from captum_hta.model.sites import (
+    LastTarget,
+    Site,
+    as_site,
+    hook_site,
+    only_tensor,
+    without_autocast,
+)
+
+Enter = Callable[[Tensor], Tensor]
+
+
+class NoPathError(ValueError):
+    """No source reaches a target."""
+
+
+class ForwardPass:
+    """A model's forward pass on fixed inputs, with its source and its targets.
+
+    Args:
+        forward_func: The model, or a function that runs it.
+        inputs: Tensors passed first, each ``[batch, ...]``.
+        extra: Further arguments of ``forward_func``.
+        layers: The targets: sites, or modules whose outputs they are.
+        source: The source: a site, or a module whose output it is; ``None``: the inputs are.
+        at_input: Take the inputs of the targets' modules instead of their outputs.
+    """
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Any],
+        inputs: tuple[Tensor, ...],
+        extra: tuple[Any, ...],
+        layers: Sequence[Module | Site],
+        source: Module | Site | None = None,
+        at_input: bool = False,
+    ) -> None:
+        self.forward_func = forward_func
+        self.inputs = inputs
+        self.extra = extra
+        self.layers = tuple(as_site(layer, at_input) for layer in layers)
+        self.source = None if source is None else as_site(source)
+
+    def linearize(self) -> tuple[Linearization, list[Tensor], list[Tensor]]:
+        """The derivative of the targets, and the values of sources and targets.
+
+        Raises:
+            NotLinearizableError: If an operator on the way has no forward derivative.
+            NoPathError: If no source reaches a target.
+            ValueError: As :meth:`differentiable`, and if a dropout is active.
+        """
+        with _undisturbed(self.inputs), torch.no_grad():
+            recorder = Recorder()
+            entered: list[tuple[int, Tensor]] = []
+
+            def enter(x: Tensor) -> Tensor:
+                handed = x.detach().clone()
+                entered.append((recorder.mark_source(handed), x.detach().clone()))
+                return handed
+
+            with recorder:
+                targets = self._run(enter)
+            variables = [recorder.variable(target) for target in targets]
+            derivative = Linearization(
+                recorder.calls,
+                recorder.shapes,
+                [variable for variable, _ in entered],
+                [variable for variable in variables if variable is not None],
+            )
+            reached = derivative.reached()
+            for layer, variable in zip(self.layers, variables, strict=True):
+                if variable not in reached:
+                    raise self.no_path(layer)
+            return derivative, [x for _, x in entered], targets
+
+    @contextmanager
+    def differentiable(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Sources and targets joined by an autograd graph, in the settings to differentiate them in.
+
+        Raises:
+            ValueError: If a module is not called, is called before the source, or does not hold one
+                tensor ``[batch, position, width]``.
+        """
+        with _undisturbed(self.inputs), torch.enable_grad():
+            entered: list[Tensor] = []
+
+            def enter(x: Tensor) -> Tensor:
+                entered.append(x.detach().clone().requires_grad_())
+                return entered[-1].clone()  # which the model may write to
+
+            with TrainingWatch():
+                targets = self._run(enter)
+            for layer, target in zip(self.layers, targets, strict=True):
+                if not target.requires_grad:
+                    raise self.no_path(layer)
+            yield entered, targets
+
+    def _run(self, enter: Enter) -> list[Tensor]:
+        """Run up to the last target; ``enter`` replaces each source by a tensor of the caller's."""
+        if isinstance(self.forward_func, Module):
+            refuse_batch_statistics(self.forward_func)
+        found: dict[Site, Tensor] = {}
+        inputs = tuple(_plain(value) for value in self.inputs)
+        extra = tree_map(_plain, self.extra)
+        with ExitStack() as hooks:
+            if self.source is None:
+                inputs = tuple(enter(x) for x in inputs)
+                source_seen = [True]
+            else:
+                source_seen = []
+                hooks.callback(self._hook_source(enter, source_seen).remove)
+            for site in dict.fromkeys(self.layers):
+                hooks.callback(self._hook_target(site, found, source_seen).remove)
+            with suppress(LastTarget):
+                self.forward_func(*inputs, *extra)
+        for site in self.layers:
+            if site not in found:
+                raise ValueError(
+                    f"{self.name(site)} is not called in the forward pass: pass a module that "
+                    "forward_func runs on these inputs"
+                )
+        return [found[site] for site in self.layers]
+
+    def _hook_source(self, enter: Enter, seen: list[bool]) -> Any:
+        site = self.source
+
+        def replaced(value: Any) -> Any:
+            if seen and site.call is None:
+                raise ValueError(
+                    f"{self.name(site)} is called more than once before the target: choose a module "
+                    "that is called once"
+                )
+            what = self._what(site)
+            x = only_tensor(value, what)
+            _check_sequence(x, what)
+            seen.append(True)
+            entered = enter(x)
+            if isinstance(value, Tensor):
+                return entered
+            items = [entered if item is x else item for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+        return hook_site(site, replaced)
+
+    def _hook_target(self, site: Site, found: dict[Site, Tensor], source_seen: list[bool]) -> Any:
+        def keep(value: Any) -> None:
+            what = self._what(site)
+            if not source_seen:
+                raise ValueError(
+                    f"{self.name(site)} is called before the source {self.name(self.source)}, if that is "
+                    "called at all: choose a source that the forward pass reaches first"
+                )
+            target = only_tensor(site.pick(value), what)
+            _check_sequence(target, what, heads=True)
+            found[site] = target.clone()  # as it is now, whatever is written to it later
+            if len(found) == len(set(self.layers)):
+                raise LastTarget
+
+        return hook_site(site, keep)
+
+    def _what(self, site: Site) -> str:
+        return f"the {'input' if site.at_input else 'output'} of {self.name(site)}"
+
+    def name(self, site: Site | None) -> str:
+        """How the site's module is called within the model, for messages."""
+        module = None if site is None else site.module
+        if isinstance(self.forward_func, Module):
+            for name, candidate in self.forward_func.named_modules():
+                if candidate is module:
+                    return f"module {name!r}" if name else "the model itself"
+        return f"module {type(module).__name__}"
+
+    def no_path(self, layer: Site) -> NoPathError:
+        """The error that no source reaches the target of a layer."""
+        source = "the inputs" if self.source is None else self.name(self.source)
+        return NoPathError(
+            f"no path leads from {source} to {self.name(layer)}: choose a source that the target is "
+            "computed from"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A tensor made under ``inference_mode`` cannot be differentiated; its copy can."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+
+def _check_sequence(value: Tensor, what: str, heads: bool = False) -> None:
+    if value.dim() == 3 or (heads and value.dim() == 4):
+        return
+    raise ValueError(
+        f"{what} is {list(value.shape)}, but [batch, position, width]"
+        f"{' or [batch, position, head, d_head]' if heads else ''} is needed: choose a module whose "
+        "tensor has these axes, or insert the missing one"
+    )
+
+
+@contextmanager
+def _undisturbed(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Settings under which derivatives exist, restored on any exit; random states are kept.
+
+    Fused attention kernels have no forward derivative and their backward does not vectorise, so
+    attention runs in PyTorch's elementary operators.
+    """
+    devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with (
+        torch.inference_mode(False),
+        torch.random.fork_rng(devices=sorted(devices, key=str)),
+        sdpa_kernel(SDPBackend.MATH),
+        without_autocast(),
+    ):
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)

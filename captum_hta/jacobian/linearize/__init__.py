@@ -1,0 +1,1 @@
+"""A recorded forward pass as a linear map."""

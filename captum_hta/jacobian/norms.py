@@ -1,0 +1,101 @@
+r"""Norms of Jacobian blocks, and the shares of a row that they make.
+
+An *energy* is a squared norm, :math:`r_{ij}^2` for source token ``i`` and target token ``j``. It adds up
+over the tangents (or cotangents) that span the block, so it is what the modes of
+:mod:`captum_hta.jacobian.engine` accumulate, in float64 where the device has it. Axes are
+``[batch, head, query, key]`` throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NORMS = ("frobenius", "spectral", "sum")
+SMALLEST_LENGTH = 1e-15
+"""Vectors that are longer than this have no squares that matter below the range of float32."""
+
+
+def check_norm(norm: str) -> None:
+    """Raise a ``ValueError`` if there is no such norm."""
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+
+
+@dataclass
+class Energy:
+    """Squared norms ``[batch, head, query, key]`` with the variance of their estimate, if they are one."""
+
+    mean: Tensor
+    variance: Tensor | None = None
+
+
+def joined(sources: Iterable[Energy]) -> Energy:
+    """The energies of several sources side by side, along the key axis."""
+    sources = list(sources)
+    mean = torch.cat([energy.mean for energy in sources], dim=-1)
+    if sources[0].variance is None:
+        return Energy(mean)
+    return Energy(mean, torch.cat([energy.variance for energy in sources], dim=-1))
+
+
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Float64, so that squares of small and large derivatives stay in range, where a device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def energies(tangents: Tensor, norm: str) -> Tensor:
+    """What each tangent ``[..., head, d_head]`` adds to the energy: ``[..., head]``."""
+    dtype = accumulation_dtype(tangents.device)
+    if norm == "sum":
+        return tangents.sum(-1, dtype=dtype).square()
+    lengths = torch.linalg.vector_norm(tangents, dim=-1)
+    if lengths.dtype != torch.float32 or not _in_range(lengths):
+        lengths = torch.linalg.vector_norm(tangents, dim=-1, dtype=dtype)
+    return lengths.to(dtype).square()
+
+
+def _in_range(lengths: Tensor) -> bool:
+    """Whether none of the squares in these lengths left the range of float32."""
+    smallest, largest = torch.aminmax(lengths)
+    return bool(smallest > SMALLEST_LENGTH) and bool(largest < torch.inf)
+
+
+def largest_eigenvalue(gram: Tensor) -> Tensor:
+    """The squared spectral norm of a Jacobian from its Gram matrix ``[..., d_head, d_head]``."""
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0)
+
+
+def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:
+    r"""Contributions :math:`c_{ij} = r_{ij} / \sum_k r_{kj}` and their standard errors.
+
+    With :math:`v_k = \operatorname{Var} r_k^2 / (4 r_k^2)` the variance of a norm and :math:`S` the sum
+    of the row, the delta method gives
+
+    .. math:: \operatorname{Var} c_i = \big[(1 - c_i)^2 v_i + c_i^2 \sum_{k \ne i} v_k\big] / S^2 ,
+
+    since the probes of different source tokens are independent. A row that no source reaches (0/0) is
+    zero throughout.
+
+    Raises:
+        ValueError: If an energy is infinite or NaN.
+    """
+    norms = energy.mean.clamp_min(0).sqrt_()
+    total = norms.sum(-1, keepdim=True)
+    if not total.isfinite().all():
+        raise ValueError(
+            f"derivatives leave the range of {energy.mean.dtype}: check the model for infinite or NaN "
+            "activations, or take it in a wider type"
+        )
+    scale = torch.where(total > 0, total, 1).reciprocal()
+    share = norms.mul_(scale)
+    if energy.variance is None:
+        return share, None
+    squares = torch.where(energy.mean > 0, energy.mean, 1)
+    variance = torch.where(energy.mean > 0, energy.variance / (4 * squares), 0) * scale.square()
+    others = variance.sum(-1, keepdim=True) - variance
+    error = ((1 - share).square() * variance + share.square() * others).clamp_min(0).sqrt()
+    return share, error.nan_to_num(nan=torch.inf, posinf=torch.inf)  # of a single probe nothing is known

@@ -1,0 +1,149 @@
+r"""Probes: random directions that estimate a Frobenius norm.
+
+For ``u`` of unit covariance, :math:`\|J\|_F^2 = \mathbb{E} \|J u\|^2` (Hutchinson 1990). The ``m`` probes
+of a source token are :math:`\sqrt D` times rows of a random orthonormal matrix: exchangeable draws
+without replacement (orthogonal random features: Yu et al. 2016). The mean of ``m`` of them has variance
+
+.. math:: \frac{s^2}{m} \Big(1 - \frac{m}{D}\Big)
+
+with :math:`s^2` their sample variance. This finite-population correction is exact, because the sum over
+a whole orthonormal basis is :math:`D \|J\|_F^2` whatever the basis; at ``m = D`` so is the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from captum_hta.jacobian.forward import Columns, sweep
+from captum_hta.jacobian.linearize.windowed import WindowedLinearization
+from captum_hta.jacobian.norms import Energy, joined, shares
+from captum_hta.jacobian.query import Request
+
+FIRST_PROBES = 8
+"""Probes that a tolerance begins with, where their number is not given."""
+
+
+def probe_energies(
+    derivatives: Sequence[WindowedLinearization],
+    sources: Sequence[Tensor],
+    request: Request,
+    chunk: int,
+    n_probes: int | None,
+    tolerance: float | None,
+    keys: Sequence[tuple[int, ...]],
+) -> tuple[list[list[Energy]], int]:
+    """Energies estimated by orthogonal probes of every source token.
+
+    Args:
+        derivatives: For each source that of its forward pass.
+        sources: Each ``[batch, key, width]``.
+        request: The norm, the heads and the queries.
+        chunk: Tangents carried at once.
+        n_probes: Probes of each source token; with ``tolerance`` those to begin with.
+        tolerance: Double the probes until the standard error of every contribution is at most this.
+        keys: For each example the integers that name its stream of probes.
+
+    Returns:
+        For each source a list with the energies ``[batch, head, query, key]`` of each target; and the
+        number of probes.
+    """
+    runs = [
+        _Run(derivative, x, request, chunk, [(*key, number) for key in keys])
+        for number, (derivative, x) in enumerate(zip(derivatives, sources, strict=True))
+    ]
+    for run in runs:
+        run.extend(n_probes or FIRST_PROBES)
+    while tolerance is not None and _largest_error(runs) > tolerance:
+        for run in runs:
+            run.extend(2 * run.count)
+    return [run.energies() for run in runs], max(run.count for run in runs)
+
+
+class _Run:
+    """The probes of one source, and what they have found so far."""
+
+    def __init__(
+        self,
+        derivative: WindowedLinearization,
+        x: Tensor,
+        request: Request,
+        chunk: int,
+        keys: Sequence[tuple[int, ...]],
+    ) -> None:
+        self.width = x.shape[-1]
+        self.columns = [Columns(request.norm, x.shape[1], squares=True) for _ in derivative.whole.targets]
+        self._keys = [(*key, token) for key in keys for token in range(x.shape[1])]
+        self._sweep = lambda probes: sweep(derivative, x, probes, request, chunk, self.columns)
+        self._tokens = x.shape[1]
+        self._probes = torch.empty(len(self._keys), 0, self.width, dtype=torch.float64)
+
+    @property
+    def count(self) -> int:
+        return self._probes.shape[1]
+
+    def extend(self, total: int) -> None:
+        """Have ``total`` probes, or all that there are."""
+        more = min(total, self.width) - self.count
+        if more > 0:
+            fresh = orthogonal_probes(more, self._keys, self._probes)
+            self._probes = torch.cat([self._probes, fresh], dim=1)
+            self._sweep(fresh.unflatten(0, (-1, self._tokens)).permute(2, 0, 1, 3))
+
+    def energies(self) -> list[Energy]:
+        return [estimate(column, self.count, self.width) for column in self.columns]
+
+
+def estimate(column: Columns, count: int, width: int) -> Energy:
+    """The mean over ``count`` probes of ``width`` dimensions, and its variance."""
+    mean = column.sums.movedim(0, -1) / count
+    if count == width:
+        return Energy(mean, torch.zeros_like(mean))
+    if count == 1:
+        return Energy(mean, torch.full_like(mean, torch.inf))
+    spread = column.squares.movedim(0, -1) / count - mean.square()
+    return Energy(mean, spread.clamp_min(0) / (count - 1) * (1 - count / width))
+
+
+def _largest_error(runs: Sequence[_Run]) -> float:
+    if all(run.count == run.width for run in runs):
+        return 0.0
+    by_target = zip(*(run.energies() for run in runs), strict=True)
+    return max(shares(joined(energies))[1].max().item() for energies in by_target)
+
+
+def orthogonal_probes(count: int, keys: Sequence[tuple[int, ...]], known: Tensor) -> Tensor:
+    """Draw probes that are orthogonal to each other and to those already known.
+
+    Args:
+        count: Number of new probes.
+        keys: One tuple of integers for each stream, such as seed, example and token. Equal keys give
+            equal probes, on every device and in every batch.
+        known: Earlier probes ``[stream, m, width]`` of the same streams.
+
+    Returns:
+        ``[stream, count, width]`` in float64 on the CPU, each probe of norm ``sqrt(width)``.
+
+    Example:
+        >>> probes = orthogonal_probes(2, [(0,)], torch.empty(1, 0, 4, dtype=torch.float64))[0]
+        >>> torch.allclose(probes @ probes.T, 4 * torch.eye(2, dtype=torch.float64))
+        True
+    """
+    before, width = known.shape[1:]
+    draws = torch.stack([_normal((width, count), (*key, before)) for key in keys])
+    basis = known.mT / width**0.5
+    for _ in range(2 if before else 0):  # twice is enough for orthogonality to rounding
+        draws = draws - basis @ (basis.mT @ draws)
+    directions, triangle = torch.linalg.qr(draws)
+    signs = triangle.diagonal(dim1=-2, dim2=-1).sign()
+    return (directions * signs[:, None]).mT * width**0.5
+
+
+def _normal(shape: tuple[int, int], key: tuple[int, ...]) -> Tensor:
+    """Standard normal numbers of the stream that ``key`` names; neighbouring keys are unrelated."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -1,0 +1,186 @@
+"""Correlations and other agreement of rows of attention and contributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+from scipy.spatial import distance
+
+Array = NDArray[np.float64]
+
+
+ROUNDING = 1e-12
+
+
+SHORTEST_ROW = 3
+"""A correlation of fewer tokens than these is always 1 or -1, or undefined."""
+
+
+def row_correlations(first: Array, second: Array) -> tuple[Array, Array]:
+    """Pearson's and Spearman's correlation of each row of two arrays.
+
+    Args:
+        first: ``[..., key]``.
+        second: Of the same shape.
+
+    Returns:
+        Two arrays ``[...]``; NaN where a row is constant or shorter than :data:`SHORTEST_ROW`.
+
+    Example:
+        >>> pearson, spearman = row_correlations(np.array([[1.0, 2, 3]]), np.array([[1.0, 4, 9]]))
+        >>> pearson.round(2), spearman.round(2)
+        (array([0.99]), array([1.]))
+    """
+    return StandardRows.of(first).correlations(StandardRows.of(second))
+
+
+@dataclass(frozen=True)
+class StandardRows:
+    """Rows of mean zero and length one, whose products are correlations; NaN where a row is constant, shorter
+    than :data:`SHORTEST_ROW`, or holds NaN.
+
+    Attributes:
+        values: ``[..., key]``.
+        ranks: The same of their ranks.
+    """
+
+    values: Array
+    ranks: Array
+
+    @classmethod
+    def of(cls, values: Array, causal: bool = False) -> StandardRows:
+        """Of any rows; of a causal model ``[..., query, key]``, each among the keys that its query sees."""
+        return cls(in_sight(standard_values, values, causal), in_sight(standard_ranks, values, causal))
+
+    def correlations(self, other: StandardRows) -> tuple[Array, Array]:
+        """Pearson's and Spearman's correlations, ``[...]``."""
+        pairs = ((self.values, other.values), (self.ranks, other.ranks))
+        return tuple(np.einsum("...k,...k->...", *pair).clip(-1, 1) for pair in pairs)
+
+
+def visible(queries: int, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Queries with the keys that they can see: all at once, or of a causal model one at a time. What they
+    cannot see is zero for every method, which would count as agreement.
+    """
+    if not causal:
+        yield slice(None), slice(None)
+        return
+    for query in range(queries):
+        yield slice(query, query + 1), slice(0, query + 1)
+
+
+def is_causal(attention: Array) -> bool:
+    """Whether no query of attention ``[..., query, key]`` sees a later key."""
+    queries, keys = attention.shape[-2:]
+    return queries == keys and not np.triu(attention, 1).any()
+
+
+def row_agreement(first: Array, second: Array, top: int = 3) -> dict[str, Array]:
+    """How far the rows of two arrays agree, by several measures.
+
+    Args:
+        first: ``[layer, head, query, key]``.
+        second: Of the same shape.
+        top: Keys that the overlap looks at.
+
+    Returns:
+        For each of :data:`MEASURES` an array ``[layer, head, query]``: correlations as
+        :func:`row_correlations`; Kendall's tau-b; the share of the ``top`` largest keys that are the same;
+        the Jensen-Shannon distance (base 2) of the rows' absolute values as distributions. NaN where a row is
+        constant, shorter than :data:`SHORTEST_ROW`, or holds NaN.
+    """
+    pearson, spearman = row_correlations(first, second)
+    undefined = np.isnan(pearson)
+    rest = {
+        "kendall": np.stack([_kendall(a, b) for a, b in zip(first, second, strict=True)]),
+        "top_overlap": _top_overlap(first, second, top),
+        "jensen_shannon": _jensen_shannon(first, second),
+    }
+    return {"pearson": pearson, "spearman": spearman} | {
+        name: np.where(undefined, np.nan, values) for name, values in rest.items()
+    }
+
+
+MEASURES = ("pearson", "spearman", "kendall", "top_overlap", "jensen_shannon")
+"""What :func:`row_agreement` gives."""
+
+
+def _kendall(first: Array, second: Array) -> Array:
+    """Tau-b of each row, by the signs of all pairs of keys (scipy's function takes one row at a time)."""
+    one, two = (
+        np.sign(rows[..., :, None] - rows[..., None, :]).astype(np.float32) for rows in (first, second)
+    )
+    together = np.einsum("...ij,...ij->...", one, two)
+    pairs = np.einsum("...ij,...ij->...", one, one) * np.einsum("...ij,...ij->...", two, two)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return together / np.sqrt(pairs)
+
+
+def _top_overlap(first: Array, second: Array, top: int) -> Array:
+    top = min(top, first.shape[-1])
+    one, two = (np.argsort(-rows, axis=-1, kind="stable")[..., :top] for rows in (first, second))
+    return (one[..., :, None] == two[..., None, :]).any(-1).mean(-1)
+
+
+def _jensen_shannon(first: Array, second: Array) -> Array:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return distance.jensenshannon(np.abs(first), np.abs(second), base=2, axis=-1)
+
+
+def standard_values(values: Array) -> Array:
+    """Rows ``[..., key]`` of mean zero and length one, so that their products are Pearson's correlations; NaN
+    where a row is constant, shorter than :data:`SHORTEST_ROW`, or holds NaN.
+    """
+    return _standard(values, _varies(values))
+
+
+def standard_ranks(values: Array) -> Array:
+    """Rows ``[..., key]`` as ranks of mean zero and length one, so that their products are Spearman's
+    correlations; NaN where a row is constant, shorter than :data:`SHORTEST_ROW`, or holds NaN.
+    """
+    varied = _varies(values)
+    return _standard(_ranks(values) if varied.any() else values, varied)
+
+
+def _ranks(values: Array) -> Array:
+    """Ranks of the values of each row, from 1; equal values have their mean rank. Those are rare among
+    contributions, so scipy, which takes three times as long, ranks only the rows that have some.
+    """
+    order = np.argsort(values, axis=-1)
+    in_order = np.take_along_axis(values, order, axis=-1)
+    ranks = np.empty(values.shape)
+    np.put_along_axis(ranks, order, np.arange(1.0, values.shape[-1] + 1), axis=-1)
+    tied = (in_order[..., 1:] == in_order[..., :-1]).any(-1)
+    if tied.any():
+        ranks[tied] = stats.rankdata(values[tied], axis=-1)
+    return ranks
+
+
+def _standard(rows: Array, varied: NDArray[np.bool_]) -> Array:
+    centred = rows - rows.mean(-1, keepdims=True) if rows.size else rows
+    length = np.linalg.norm(centred, axis=-1, keepdims=True)
+    return np.divide(centred, length, out=np.full(rows.shape, np.nan), where=varied[..., None])
+
+
+def in_sight(standard: Callable[[Array], Array], values: Array, causal: bool) -> Array:
+    """:func:`standard_values` or :func:`standard_ranks` of rows ``[..., query, key]``; of a causal model
+    among the keys that their query can see, and zero for the others.
+    """
+    if not causal:
+        return standard(values)
+    out = np.zeros(values.shape)
+    for rows, keys in visible(values.shape[-2], causal):
+        out[..., rows, keys] = standard(values[..., rows, keys])
+    return out
+
+
+def _varies(rows: Array) -> NDArray[np.bool_]:
+    """Whether the values of a row differ by more than rounding, and are enough for a correlation."""
+    if rows.shape[-1] < SHORTEST_ROW:
+        return np.zeros(rows.shape[:-1], dtype=bool)
+    largest = np.abs(rows).max(-1)
+    return np.ptp(rows, axis=-1) > ROUNDING * largest

@@ -1,0 +1,1 @@
+"""The studies of both papers on any model and corpus."""

@@ -1,0 +1,201 @@
+"""Texts to study: pairs or single texts, of JSON lines or of a dataset of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from captum_hta.model.encoding import Text
+
+FIELDS = ("premise", "hypothesis")
+
+
+class DatasetError(ValueError):
+    """A dataset cannot be had."""
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line of the input that is no example."""
+
+    number: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"line {self.number}: {self.problem}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which examples of a corpus are taken, and how they are read.
+
+    Attributes:
+        check: Says what is wrong with a text, or ``None``.
+        wanted: Whether a good text is to be taken; those that are not are left out silently.
+        limit: Take this many examples.
+        sample: Seed by which those are drawn at random; ``None``: the first ones.
+        fields: One or two fields of a record, dots leading into nested ones. ``None``: ``text``, or
+            ``premise`` and ``hypothesis``.
+    """
+
+    check: Callable[[Text], str | None] = lambda text: None
+    wanted: Callable[[Text], bool] = lambda text: True
+    limit: int | None = None
+    sample: int | None = None
+    fields: Sequence[str] | None = None
+
+
+def shipped_pairs() -> Path:
+    """The 64 pairs that come with the package."""
+    return Path(str(resources.files("captum_hta.study") / "pairs.jsonl"))
+
+
+def read_texts(path: Path, choice: Choice) -> tuple[list[Text], list[BadLine]]:
+    """Read JSON lines.
+
+    Args:
+        path: The file, in UTF-8.
+        choice: What is taken of it.
+
+    Returns:
+        The texts in the order of the file, and the lines that are none.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return _chosen(_json_lines(file), choice)
+
+
+def read_dataset(name: str, choice: Choice) -> tuple[list[Text], list[BadLine]]:
+    """Read a dataset with the package ``datasets``, which is streamed.
+
+    Args:
+        name: ``PATH``, ``PATH:SPLIT`` or ``PATH:CONFIGURATION:SPLIT``, such as
+            ``nyu-mll/glue:mnli:validation_matched``; without a split it is ``validation``.
+        choice: What is taken of it.
+
+    Returns:
+        The texts in their order, and the records that are none.
+
+    Raises:
+        DatasetError: If ``datasets`` is missing or cannot load it.
+    """
+    return _chosen(_records(name), choice)
+
+
+def _records(name: str) -> Iterator[tuple[int, Any, str | None]]:
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
+        raise DatasetError('datasets is not installed: pip install "captum-hta[datasets]"') from error
+    path, *rest = name.split(":")
+    if len(rest) > 2 or not all([path, *rest]):
+        raise DatasetError(f"{name!r} is no dataset: write PATH, PATH:SPLIT or PATH:CONFIGURATION:SPLIT")
+    split, configuration = (rest or ["validation"])[-1], rest[0] if len(rest) == 2 else None
+    try:
+        records = load_dataset(path, configuration, split=split, streaming=True)
+        yield from ((number, record, None) for number, record in enumerate(records, 1))
+    except Exception as error:  # of many kinds: of the network, the hub, a builder
+        raise DatasetError(f"the dataset {name} cannot be loaded: {error}") from error
+
+
+@dataclass
+class _Drawn:
+    """The first examples, or as many at random: each of those seen is kept with the same chance (Vitter 1985,
+    algorithm R).
+    """
+
+    limit: int | None
+    random: random.Random | None
+    seen: int = 0
+    kept: list[tuple[int, Text]] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        """Whether no more need be seen."""
+        return self.random is None and self.limit is not None and self.seen >= self.limit
+
+    def offer(self, text: Text) -> None:
+        self.seen += 1
+        if self.limit is None or self.seen <= self.limit:
+            self.kept.append((self.seen, text))
+            return
+        place = self.random.randrange(self.seen)
+        if place < self.limit:
+            self.kept[place] = (self.seen, text)
+
+    def texts(self) -> list[Text]:
+        return [text for _, text in sorted(self.kept, key=lambda one: one[0])]
+
+
+def _chosen(
+    records: Iterable[tuple[int, Any, str | None]], choice: Choice
+) -> tuple[list[Text], list[BadLine]]:
+    """Texts and bad lines of numbered records, each with what is wrong with it."""
+    drawn = _Drawn(choice.limit, None if choice.sample is None else random.Random(choice.sample))
+    bad: list[BadLine] = []
+    for number, record, problem in records:
+        text, problem = ("", problem) if problem else _text(record, choice.fields)
+        problem = problem or choice.check(text)
+        if problem:
+            bad.append(BadLine(number, problem))
+        elif choice.wanted(text):
+            drawn.offer(text)
+        if drawn.full:  # what comes after is not looked at
+            break
+    return drawn.texts(), bad
+
+
+def _json_lines(file: Iterable[bytes]) -> Iterator[tuple[int, Any, str | None]]:
+    for number, line in enumerate(file, 1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if line.strip():
+            yield number, *_parse(line)
+
+
+def _parse(line: bytes) -> tuple[Any, str | None]:
+    try:
+        return json.loads(line), None
+    except UnicodeDecodeError:
+        return None, "not UTF-8"
+    except json.JSONDecodeError as error:
+        return None, f"not JSON: {error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON that can be read: {error}"
+
+
+def _text(record: Any, fields: Sequence[str] | None) -> tuple[Text, str | None]:
+    """The text of a record, and what is wrong with it."""
+    if not isinstance(record, dict):
+        return "", f"not a JSON object but {type(record).__name__}"
+    values = []
+    for name in fields or (("text",) if "text" in record else FIELDS):
+        value, problem = _value(record, name, fields is not None)
+        if problem:
+            return "", problem
+        values.append(value)
+    return (values[0] if len(values) == 1 else tuple(values)), None
+
+
+def _value(record: Mapping[str, Any], name: str, named: bool) -> tuple[str, str | None]:
+    """A field of a record, and what is wrong with it."""
+    value: Any = record
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            needed = "" if named else ": a line needs premise and hypothesis, or text"
+            return "", f"no field {name!r}{needed}"
+        value = value[part]
+    if not isinstance(value, str):
+        return "", f"field {name!r} is not a string"
+    if not value.strip():
+        return "", f"field {name!r} is empty"
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        return "", f"field {name!r} holds half a character (a lone surrogate)"
+    return value, None

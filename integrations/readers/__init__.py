@@ -1,0 +1,1 @@
+"""What makes tokens of texts, images and audio."""

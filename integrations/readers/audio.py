@@ -1,0 +1,95 @@
+"""Audio as a speech model hears them: features of frames, and tokens named by their time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from captum_hta.model.encoding import Batch, Encoding
+
+STRIDE = 2
+"""Frames of a token, by the strides of Whisper's convolutions (Radford et al. 2022, section 2.2)."""
+FRAME = 0.01
+"""Seconds of a frame, where no feature extractor says otherwise."""
+
+
+class AudioReader:
+    """Reads audio with a feature extractor, or features as they are.
+
+    Args:
+        tokenizer: A feature extractor of ``transformers``, or ``None``.
+        features: Features of a frame.
+        longest: Tokens that the model makes of every audio.
+    """
+
+    medium = "audio"
+
+    def __init__(self, tokenizer: Any, features: int, longest: int) -> None:
+        self.tokenizer, self.longest = tokenizer, longest
+        self.shape = (features, STRIDE * longest)
+
+    @property
+    def reads(self) -> str:
+        """What it takes."""
+        features = f"features of shape {list(self.shape)}"
+        if self.tokenizer is None:
+            return f"audio ({features})"
+        return f"audio (an array of numbers at {self.tokenizer.sampling_rate} Hz, or {features})"
+
+    def accepts(self, audio: Any) -> bool:
+        """Whether it is an array with one axis, or two of features."""
+        return isinstance(audio, np.ndarray | Tensor) and audio.ndim in (1, 2)
+
+    def sample(self) -> Encoding:
+        """The first tokens of features of waves."""
+        waves = torch.arange(self.shape[0] * self.shape[1]).mul(0.7).sin()
+        return self._encoding(waves.view(self.shape)).first(6)
+
+    def encode(self, audio: Any, max_length: int | None = None) -> Encoding:
+        """Read audio. It is made as long as the model hears, so nothing of it is cut.
+
+        Raises:
+            ValueError: If it is longer than the model hears, has features of another shape, or is to be
+                read without a feature extractor.
+        """
+        audio = torch.as_tensor(audio).detach().cpu()
+        if not audio.is_floating_point() or not audio.numel():
+            raise ValueError(
+                f"audio is an array of real numbers between -1 and 1, got {audio.numel()} numbers of "
+                f"{audio.dtype}: divide integers by the largest that they may be"
+            )
+        features = self._features(audio) if audio.dim() == 1 else audio
+        if tuple(features.shape) != self.shape:
+            raise ValueError(
+                f"features are of shape {list(features.shape)}, but the model reads {list(self.shape)}"
+            )
+        return self._encoding(features)
+
+    def _features(self, audio: Tensor) -> Tensor:
+        """Features ``[feature, frame]`` of audio."""
+        extractor = self.tokenizer
+        if extractor is None:
+            raise ValueError(
+                "there is no feature extractor, which makes features of audio: pass tokenizer="
+                f"AutoProcessor.from_pretrained(...), or features of shape {list(self.shape)}"
+            )
+        if len(audio) > extractor.n_samples:
+            raise ValueError(
+                f"audio has {len(audio)} numbers, but the model hears at most {extractor.n_samples}, at "
+                f"{extractor.sampling_rate} Hz: cut it"
+            )
+        made = extractor(audio.float().numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        return made["input_features"][0]
+
+    def _encoding(self, features: Tensor) -> Encoding:
+        extractor = self.tokenizer
+        step = STRIDE * (FRAME if extractor is None else extractor.hop_length / extractor.sampling_rate)
+        return Encoding([], [], [f"{step * token:.2f} s" for token in range(self.longest)], content=features)
+
+    def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
+        """Put features together; there is no padding."""
+        return Batch.of_contents(encodings, device)

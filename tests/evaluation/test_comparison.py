@@ -1,0 +1,206 @@
+"""Agreement of methods: measures against scipy, rows that are known, axes that broadcast."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import WordTokenizer, tiny_bert
+from families import tiny, tiny_with_head
+from scipy import stats
+from scipy.spatial import distance
+
+from captum_hta import baselines, compare, contributions, load_model
+from captum_hta.evaluation.comparison import HTA, Agreement, HtaMethod, compare_methods, methods_for
+from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.statistics.correlations import MEASURES, row_agreement, standard_ranks
+
+
+def rows(seed: int, ties: bool = False) -> np.ndarray:
+    values = np.random.default_rng(seed).random((2, 3, 5, 6))
+    return values.round(1) if ties else values
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_measures_equal_scipy(ties: bool) -> None:
+    """Each row by scipy's functions for one row."""
+    first, second = rows(0, ties), rows(1, ties)
+    found = row_agreement(first, second, top=2)
+    assert tuple(found) == MEASURES
+    for at in np.ndindex(2, 3, 5):
+        one, two = first[at], second[at]
+        largest = [set(np.argsort(-row, kind="stable")[:2]) for row in (one, two)]
+        expected = {
+            "pearson": stats.pearsonr(one, two).statistic,
+            "spearman": stats.spearmanr(one, two).statistic,
+            "kendall": stats.kendalltau(one, two).statistic,
+            "top_overlap": len(largest[0] & largest[1]) / 2,
+            "jensen_shannon": distance.jensenshannon(one, two, base=2),
+        }
+        assert {name: values[at] for name, values in found.items()} == pytest.approx(expected, abs=1e-6)
+    product = (standard_ranks(first) * standard_ranks(second)).sum(-1)
+    np.testing.assert_allclose(product, found["spearman"])
+
+
+def test_rows_without_an_answer() -> None:
+    """Constant rows, rows without numbers and rows of two tokens have no agreement."""
+    first, second = rows(0), rows(1)
+    first[0, 0, 0], second[0, 0, 1] = 0.5, np.nan
+    for values in row_agreement(first, second).values():
+        assert np.isnan(values[0, 0, :2]).all()
+        assert np.isfinite(values).sum() == 28
+    assert np.isnan(standard_ranks(first)[0, 0, 0]).all()
+    short = row_agreement(first[..., :2], second[..., :2])
+    assert all(np.isnan(values).all() for values in short.values())
+
+
+def test_a_method_agrees_with_itself_and_not_with_its_opposite(bert: TransformerLensModel) -> None:
+    """1 and -1; numbers of rows by text, layer and head."""
+    texts = ["a b c d", "e f"]
+    result = contributions(bert, texts)
+    table = compare(result, {"same": result, "opposite": -result.values}).set_index("method")
+    assert isinstance(table, pd.DataFrame)
+    assert len(table) == 2 * 2 * 2
+    for measure in ("pearson", "spearman", "kendall"):
+        np.testing.assert_allclose(table.loc["same", measure], 1)
+        np.testing.assert_allclose(table.loc["opposite", measure], -1)
+    np.testing.assert_allclose(table.loc["same", "jensen_shannon"], 0, atol=1e-6)
+    np.testing.assert_allclose(table.loc["same", "top_overlap"], 1)
+    assert (table["rows"] == 6 + 4).all()
+    assert (table["rows_left_out"] == 0).all()
+
+
+def test_axes_broadcast(bert: TransformerLensModel) -> None:
+    """A method without heads or layers is held against each; layers are found by their numbers."""
+    texts = ["a b c d", "e f"]
+    result = contributions(bert, texts, layers=[1])
+    whole = contributions(bert, texts)
+    rollout = baselines.AttentionRollout(bert).attribute(texts)
+    scope = baselines.JacobianScope(bert, "temperature").attribute(texts)
+    table = compare(result, {"whole": whole, "rollout": rollout, "scope": scope}).set_index("method")
+    np.testing.assert_allclose(table.loc["whole", "spearman"], 1)
+    assert set(table["layer"]) == {1}
+    by_hand = [
+        stats.spearmanr(rollout[0, 1, query, :6], result.values[0, 0, 0, query, :6]).statistic
+        for query in range(6)
+    ]
+    alone = compare(contributions(bert, texts[:1], layers=[1]), {"rollout": rollout[:1, :, :6, :6]})
+    assert alone.loc[0, "spearman"] == pytest.approx(np.mean(by_hand))
+    hidden = contributions(bert, texts, target="layer")
+    assert len(compare(hidden, {"rollout": rollout})) == 2
+    with pytest.raises(ValueError, match="pass \\[batch, layer, head, query, key\\] of the same texts"):
+        compare(result, {"bad": torch.zeros(2, 3, 3)})
+
+
+def test_a_corpus_equals_its_texts_together() -> None:
+    """Groups of texts change nothing; rows without numbers are left out and counted."""
+    model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
+    texts = ["a b c d", "e f", "g h i", "j", "k l m n o"]
+    methods, refused = methods_for(model, texts[0], n_probes=None)
+    assert not refused
+    names = [method.name for method in methods]
+    assert names[:2] == list(HTA.values())
+    assert {"saliency", "gradient x attention", "ALTI", "semantic scope"} < set(names)
+    found = compare_methods(methods, model, texts, [0, 2])
+    result = contributions(model, texts, layers=[0, 2])
+    expected = compare(result, {m.name: m.attribute(texts) for m in methods[1:]})
+    pd.testing.assert_frame_equal(found.table(), expected)
+    saliency = expected[expected["method"] == "saliency"]
+    assert (saliency["rows"] <= 5).all()
+    matrix = found.matrix()
+    assert list(matrix.index) == list(matrix.columns) == names
+    np.testing.assert_allclose(np.diag(matrix), 1)
+    np.testing.assert_allclose(matrix, matrix.T)
+    summary = found.summary().set_index("method")
+    assert summary.loc["ALTI", "spearman"] == pytest.approx(matrix.loc[names[0], "ALTI"])
+
+
+def test_methods_that_a_model_does_not_allow() -> None:
+    """They are named with the reason."""
+    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
+    _, refused = methods_for(model, "a b", n_probes=4)
+    assert refused["semantic scope"].endswith("use a decoder")
+    deberta = load_model(tiny("DeBERTa v2"), tokenizer=WordTokenizer(60))
+    methods, refused = methods_for(deberta, "a b", n_probes=4, with_logits=False)
+    assert [method.name for method in methods] == [*HTA.values(), "attention", "attention rollout"]
+    assert "does not show the values" in refused["value zeroing"]
+
+
+def test_estimates_are_those_of_contributions(bert: TransformerLensModel) -> None:
+    """The method is what the function gives."""
+    method = HtaMethod(bert, "input", n_probes=4, seed=3)
+    expected = contributions(bert, ["a b"], n_probes=4, seed=3)
+    torch.testing.assert_close(method.attribute(["a b"]), expected.values)
+
+
+def test_no_rows() -> None:
+    """Texts too short for a correlation leave a table of undefined numbers."""
+    agreement = Agreement("first", [0])
+    agreement.add({"first": np.random.rand(1, 1, 2, 2), "second": np.random.rand(1, 1, 2, 2)})
+    assert agreement.table()["rows"].tolist() == [0]
+    assert np.isnan(agreement.table()["spearman"]).all()
+
+
+# --- what must not count as agreement --------------------------------------------------------------
+
+
+def test_keys_that_a_query_cannot_see(minilm: TransformerLensModel) -> None:
+    """Of a causal model, noise below the diagonal agrees with nothing, although both are zero above it."""
+    model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
+    text = " ".join("abcdefghijklmnopqrstuvwxyz")
+    result = contributions(model, text)
+    length = result.values.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(1, 3, 4, length, length, generator=generator).tril()
+    table = compare(result, {"noise": noise})
+    for measure in ("pearson", "spearman", "kendall"):
+        assert abs(table[measure].mean()) < 0.1
+    assert (table["rows"] == length - 2).all()  # of fewer than three keys there is no correlation
+    query = 9
+    row = stats.spearmanr(noise[0, 1, 2, query, : query + 1], result.values[0, 1, 2, query, : query + 1])
+    agreement = Agreement("result", [0, 1, 2])
+    agreement.add({"result": result.values[0].numpy(), "noise": noise[0].numpy()}, causal=True)
+    alone = Agreement("result", [0, 1, 2])
+    alone.add(
+        {
+            "result": result.values[0, 1:2, 2:3, query : query + 1, : query + 1].numpy(),
+            "noise": noise[0, 1:2, 2:3, query : query + 1, : query + 1].numpy(),
+        }
+    )
+    assert alone.summary()["spearman"].item() == pytest.approx(row.statistic)
+    matrix = agreement.matrix()
+    assert matrix.loc["result", "noise"] == pytest.approx(agreement.summary()["spearman"].item())
+
+
+def test_texts_and_layers_are_matched(bert: TransformerLensModel) -> None:
+    """Contributions by their layers, whatever the order; tensors by their number; others are refused."""
+    texts = ["a b c d", "e f g"]
+    whole = contributions(bert, texts)
+    table = compare(contributions(bert, texts, layers=[1, 0]), {"same": whole})
+    np.testing.assert_allclose(table["spearman"], 1)
+    with pytest.raises(ValueError, match="of other texts or layers"):
+        compare(contributions(bert, texts, layers=[0]), {"x": contributions(bert, texts, layers=[1])})
+    with pytest.raises(ValueError, match="of other texts or layers"):
+        compare(whole, {"x": contributions(bert, ["h i j k", "e f g"])})
+    with pytest.raises(ValueError, match="pass \\[batch"):
+        compare(whole, {"x": baselines.AttentionWeights(bert).attribute(texts[:1])})
+    with pytest.raises(TypeError, match="must be a tensor"):
+        compare(whole, {"x": whole.values.numpy()})
+    with pytest.raises(ValueError, match="top must be"):
+        compare(whole, {"x": whole}, top=0)
+    assert len(compare(whole, {"contributions": whole})) == 4
+
+
+def test_nothing_to_compare(bert: TransformerLensModel) -> None:
+    """Where no row has three tokens the summary is not a number; names must differ; texts must be some."""
+    methods = [baselines.AttentionWeights(bert), baselines.AttentionRollout(bert)]
+    agreement = Agreement("first", [0])
+    agreement.add({"first": np.random.rand(1, 1, 2, 2), "second": np.random.rand(1, 1, 2, 2)})
+    assert agreement.summary()["jensen_shannon"].isna().all()
+    with pytest.raises(ValueError, match="names of their own"):
+        compare_methods([methods[0], methods[0]], bert, ["a b c"], [0])
+    with pytest.raises(ValueError, match="there is no text"):
+        compare_methods(methods, bert, [], [0])
+    found = compare_methods(methods, bert, (text for text in ["a b c", "d e"]), [0])
+    assert found.summary()["rows"].item() == 2 * (5 + 4)

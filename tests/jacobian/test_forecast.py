@@ -1,0 +1,128 @@
+"""What contributions will cost, from dimensions alone, against what they did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
+
+from captum_hta import Plan, Size, contributions
+from captum_hta.jacobian import forecast
+from captum_hta.jacobian.engine import Question, answer
+from captum_hta.jacobian.forecast import in_all
+from captum_hta.jacobian.forward_pass import ForwardPass
+
+TEXT = "one two three four five six seven"
+SMALL = Size(layers=3, heads=4, width=32, inner=128)
+
+
+@pytest.mark.parametrize("source", ["input", "previous_layer", 1])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n_probes": 3}, {"norm": "sum"}, {"norm": "spectral"}, {"target": "layer"}, {"layers": [1]}],
+    ids=str,
+)
+def test_forecast_is_what_happens(bert, source: str | int, options: dict) -> None:
+    """The mode, the operations and the memory of the plans that are followed."""
+    found = contributions(bert, TEXT, source=source, **options)
+    tokens = len(found.tokens[0])
+    expected = forecast(bert.size, tokens, source=source, dtype=bert.dtype, **options)
+    assert {plan.mode for plan in found.plans} == {expected.mode}
+    (done,) = in_all(found.plans)
+    assert expected.flops == pytest.approx(done.flops, rel=1e-9)
+    assert expected.memory == pytest.approx(done.memory, rel=1e-9)
+    assert expected.chunk == done.chunk
+
+
+@pytest.mark.parametrize("n_probes", [None, 16])
+def test_forecast_of_a_real_model(minilm, n_probes: int | None) -> None:
+    """With feed-forward parts collapsed where that pays."""
+    found = contributions(minilm, "Dogs bark.", layers=[0, 1], n_probes=n_probes)
+    expected = forecast(minilm.size, len(found.tokens[0]), layers=[0, 1], n_probes=n_probes)
+    (done,) = in_all(found.plans)
+    assert (expected.mode, expected.chunk) == (done.mode, done.chunk)
+    assert expected.flops == pytest.approx(done.flops, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("queries", [None, 1])
+def test_forecast_of_causal_models(name: str, queries: int | None) -> None:
+    """Windows, grouped heads and gates are counted."""
+    torch.manual_seed(0)
+    if name == "gpt2":
+        model = GPT2Model(GPT2Config(n_layer=3, n_head=4, n_embd=32, vocab_size=50))
+        heads, source = [block.attn.c_proj for block in model.h], model.drop
+        size = Size(3, 4, 32, 128, causal=True)
+    else:
+        config = LlamaConfig(
+            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=32,
+            intermediate_size=48, vocab_size=50,
+        )  # fmt: skip
+        model = LlamaModel(config)
+        heads, source = [layer.self_attn.o_proj for layer in model.layers], model.embed_tokens
+        size = Size(3, 4, 32, 48, key_heads=2, gated=True, causal=True)
+    model.set_attn_implementation("eager")
+    forward_pass = ForwardPass(model.eval(), (torch.arange(16)[None],), (), heads, source, at_input=True)
+    selector = None if queries is None else 3
+    done = answer(forward_pass, Question(num_heads=4, neuron_selector=selector)).plan
+    expected = forecast(size, 16, queries=queries)
+    assert expected.mode == done.mode
+    assert done.flops <= expected.flops * (1 + 1e-9)  # segments may reach further than is foretold
+    assert expected.flops == pytest.approx(done.flops, rel=0.06)
+
+
+def test_mode_can_be_forced() -> None:
+    """And one that is not valid is an error."""
+    assert forecast(SMALL, 8, mode="reverse").mode == "reverse"
+    assert forecast(SMALL, 8, source="previous_layer", mode="forward").mode == "forward"
+    with pytest.raises(ValueError, match="cannot give this result"):
+        forecast(SMALL, 8, mode="closed form")
+
+
+def test_memory_is_bounded() -> None:
+    """However long the text and wide the model."""
+    for tokens in (16, 128, 1024):
+        large = forecast(Size(32, 32, 4096, 16384), tokens)
+        assert large.chunk >= 1
+        assert large.memory < 3 << 30
+
+
+def test_plans_in_all() -> None:
+    """Operations add up, memory does not; modes and numbers of probes stay apart."""
+    plans = [
+        Plan("probes", 1.0, 5.0, 3, "8 a token"),
+        Plan("probes", 2.0, 4.0, 7, "8 a token"),
+        Plan("probes", 4.0, 4.0, 7, "16 a token"),
+        Plan("closed form", 1.0, 1.0, None, "no tangents"),
+    ]
+    first, second, third = in_all(plans)
+    assert first == Plan("probes", 3.0, 5.0, 7, "8 a token")
+    assert second.flops == 4.0
+    assert third.chunk is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": 0}, "tokens must be positive"),
+        ({"batch": 0}, "batch must be positive"),
+        ({"n_probes": -1}, "n_probes must be a positive int"),
+        ({"source": "prev_layer"}, "source must be"),
+        ({"source": 3}, "source must be"),
+        ({"target": "foo"}, "target must be"),
+        ({"norm": "l1"}, "norm must be one of"),
+        ({"layers": [3]}, "layers must be in 0 to 2"),
+        ({"size": Size(3, 5, 32, 128)}, "5 heads do not divide"),
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused(change: dict, words: str) -> None:
+    """As the computation itself would."""
+    with pytest.raises(ValueError, match=words):
+        forecast(**({"size": SMALL, "tokens": 8} | change))
+
+
+def test_a_model_is_no_size(bert) -> None:
+    """The error says where its size is."""
+    with pytest.raises(TypeError, match=r"such as model\.size"):
+        forecast(bert, 8)

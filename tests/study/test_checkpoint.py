@@ -1,0 +1,206 @@
+"""Long runs that are stopped and go on: the same numbers, nothing half written, other runs refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from conftest import WordTokenizer, tiny_bert
+from families import tiny
+from tokenizing import byte_level
+
+from captum_hta import load_model
+from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.study import identifiability
+from captum_hta.study import run as study
+from captum_hta.study.checkpoint import OtherRunError, Shards, write_whole
+from captum_hta.study.effective import EffectiveAgreement
+from captum_hta.study.mixing import Mixing
+from captum_hta.study.patterns import Patterns
+from captum_hta.study.run import Setting, Study, run
+
+TEXTS = [" ".join(f"w{n}" for n in range(number, number + 2 + number % 5)) for number in range(20)]
+SETTING = Setting(n_probes=2)
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def model() -> TransformerLensModel:
+    return load_model(tiny_bert(), tokenizer=WordTokenizer())
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "PART", 1)
+    monkeypatch.setattr(identifiability, "EPOCHS", 1)
+
+
+class StoppedError(Exception):
+    """Stands for whatever ends a run."""
+
+
+def assert_equal(first: Study, second: Study) -> None:
+    """To the last bit."""
+    one, two = first.arrays(), second.arrays()
+    assert one.keys() == two.keys()
+    for name in one.keys() - {"seconds"}:
+        array = one[name]
+        np.testing.assert_array_equal(array, two[name], err_msg=name)
+
+
+def test_a_stopped_run_goes_on(model: TransformerLensModel, tmp_path: Path) -> None:
+    """After any number of parts, with the numbers of a run that was not stopped; what is done stays."""
+    expected = run(model, TEXTS, SETTING)
+    for stop in (0.1, 0.5, 0.9):
+        folder = tmp_path / str(stop)
+
+        done = 0.0
+
+        def advance(share: float, stop: float = stop) -> None:
+            nonlocal done
+            done += share
+            if done > stop:
+                raise StoppedError
+
+        with pytest.raises(StoppedError):
+            run(model, TEXTS, SETTING, advance, Shards(folder, {"seed": 0}))
+        kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+        assert_equal(run(model, TEXTS, SETTING, shards=Shards(folder, {"seed": 0})), expected)
+        assert {path: path.stat().st_mtime_ns for path in kept} == kept
+        assert len(list(folder.glob("*.safetensors"))) > max(1, len(kept))
+
+
+def test_a_finished_run_computes_nothing(model: TransformerLensModel, tmp_path: Path, monkeypatch) -> None:
+    """Its parts are read, and progress is told all the same."""
+    first = run(model, TEXTS, SETTING, shards=Shards(tmp_path, {}))
+    monkeypatch.setattr(Study, "add_group", None)
+    told = []
+    assert_equal(run(model, TEXTS, SETTING, told.append, Shards(tmp_path, {})), first)
+    assert sum(told) == pytest.approx(1)
+
+
+def test_any_split_merges_to_the_same(model: TransformerLensModel) -> None:
+    """Numbers of two halves together are those of the whole, to rounding."""
+    whole, first, second = (run(model, texts, SETTING) for texts in (TEXTS, TEXTS[:7], TEXTS[7:]))
+    empty = empty_study(whole)
+    for half in (second, first):
+        padded = empty_study(whole)
+        widened(padded, half)
+        empty.merge(padded)
+    whole_padded = empty_study(whole)
+    widened(whole_padded, whole)
+    for name, array in empty.arrays().items():
+        if name not in ("rest", "seconds"):
+            np.testing.assert_allclose(array, whole_padded.arrays()[name], rtol=1e-10, atol=1e-10)
+    assert sorted(empty.tokens) == sorted(whole.tokens)
+
+
+def empty_study(like: Study) -> Study:
+    """A study of no example, for texts of at most 8 tokens."""
+    return Study.empty(
+        like.layers,
+        like.heads,
+        8,
+        mixing=Mixing.empty(like.layers),
+        patterns=Patterns.empty(like.layers, like.heads),
+        effective=EffectiveAgreement.empty(like.layers, 8, like.effective.d_head),
+    )
+
+
+def widened(into: Study, found: Study) -> None:
+    """A study for longer texts that has seen the same."""
+    arrays = found.arrays()
+    for name, array in into.arrays().items():
+        if name.startswith("positions"):
+            extra = (array.shape[-1] - arrays[name].shape[-1]) // 2
+            arrays[name] = np.pad(arrays[name], [(0, 0)] * (array.ndim - 1) + [(extra, extra)])
+    into.restore(arrays)
+
+
+def test_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    """What differs is named, both modes."""
+    Shards(tmp_path, {"probes": 8, "model": "a"})
+    Shards(tmp_path, {"model": "a", "probes": 8})
+    with pytest.raises(OtherRunError, match=r"probes 8 \(now 16\): repeat that run"):
+        Shards(tmp_path, {"probes": 16, "model": "a"})
+    with pytest.raises(OtherRunError, match=r"model 'a' \(now None\)"):
+        Shards(tmp_path, {"probes": 8})
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """No half file, and an error of the system."""
+    shards = Shards(tmp_path / "parts", {})
+    with pytest.raises(OSError, match="parts"):
+        Shards(tmp_path / "parts" / "settings.json", {})
+    (tmp_path / "parts" / "000003.safetensors").mkdir()
+    with pytest.raises(OSError, match="000003"):
+        shards.write(3, {"a": np.zeros(2)})
+    with pytest.raises(OSError, match="000003"):
+        write_whole(tmp_path / "parts" / "000003.safetensors", lambda path: path.write_bytes(b"x"))
+    assert not list((tmp_path / "parts").glob("*.part"))
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the file and what to do; what was written before can still be read."""
+    shards = Shards(tmp_path, {})
+    shards.write(1, {"a": np.ones(2)})
+
+    def full(arrays: dict, path: Path) -> None:
+        path.write_bytes(b"half a fi")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("captum_hta.study.checkpoint.save_file", full)
+    with pytest.raises(OSError, match=r"000002\.safetensors cannot be written \(No space left.*make room"):
+        shards.write(2, {"a": np.zeros(2)})
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.safetensors", "settings.json"]
+    np.testing.assert_array_equal(shards.read(1)["a"], np.ones(2))
+
+
+def test_a_part_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    """With its file, which can be deleted."""
+    shards = Shards(tmp_path, {})
+    (tmp_path / "000001.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(OSError, match=r"000001\.safetensors cannot be read .*: delete it"):
+        shards.read(1)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """``kill -9`` and the same command again give the tables of an undisturbed run."""
+    tokenizer = byte_level(pad="<|end|>")
+    config = tiny("BART").config
+    config.vocab_size = len(tokenizer)
+    transformers.BartModel(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    texts = [json.dumps({"text": f"the cat sat {number} times"}) for number in range(70)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "captum_hta.cli",
+        "study",
+        str(tmp_path / "texts.jsonl"),
+        "--probes",
+        "2",
+    ]
+    command += ["--model", str(tmp_path / "model"), "--part", "encoder"]
+    plain, killed = tmp_path / "plain", tmp_path / "killed"
+    process = subprocess.Popen([*command, "--out", str(killed)], stderr=subprocess.DEVNULL, env=ONE_THREAD)
+    while process.poll() is None and not list(killed.glob("parts/*.safetensors")):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (killed / "report.html").exists()
+    for folder in (killed, plain):
+        subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True, env=ONE_THREAD)
+    for table in plain.glob("*.csv"):
+        assert table.read_bytes() == (killed / table.name).read_bytes()
