@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
 
 from captum_hta.jacobian.linearize.linearization import Linearization
 from captum_hta.jacobian.linearize.recorder import Recorder, TrainingWatch, refuse_batch_statistics
+from captum_hta.jacobian.torch_internals import tree_map
 from captum_hta.model.sites import (
     LastTarget,
     Site,

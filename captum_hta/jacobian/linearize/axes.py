@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from captum_hta.jacobian.linearize.jvp_rules import ELEMENTWISE, Push, outer, product_push
 from captum_hta.jacobian.linearize.recorder import Call
 from captum_hta.jacobian.linearize.tokenwise import TokenJacobians
+from captum_hta.jacobian.torch_internals import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

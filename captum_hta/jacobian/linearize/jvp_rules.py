@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
 from captum_hta.jacobian.linearize.recorder import Call, NotLinearizableError
+from captum_hta.jacobian.torch_internals import tree_unflatten
 
 aten = torch.ops.aten
 Push = Callable[..., Any]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from captum_hta.jacobian.linearize.jvp_rules import SHAPE_ONLY, push_of
 from captum_hta.jacobian.linearize.recorder import Call, NotLinearizableError
+from captum_hta.jacobian.torch_internals import version_of
 
 
 class Linearization:
@@ -95,7 +96,7 @@ class Linearization:
         for call in self.calls:
             moving = () if call.name not in SHAPE_ONLY else tuple(map(id, call.primals))
             for tensor, version in call.versions:
-                if tensor._version != version and id(tensor) not in moving:
+                if version_of(tensor) != version and id(tensor) not in moving:
                     raise NotLinearizableError(f"an argument of {call.name} was changed in place later")
 
     def _last_uses(self) -> list[list[int]]:

@@ -12,9 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from captum_hta.jacobian.torch_internals import (
+    BATCH_NORM_OPERATORS,
+    TorchDispatchMode,
+    functional_variant,
+    is_batch_norm,
+    operator_name,
+    storage_identity,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+    writes_to_arguments,
+)
 
 aten = torch.ops.aten
 _RANDOM = (aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.rrelu_with_noise)
@@ -22,7 +32,6 @@ BATCH_STATISTICS = (
     "a batch normalisation takes the statistics of the batch, so the model is in training mode and its "
     "examples influence each other: call model.eval() first"
 )
-_BATCH_NORMS = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
 
 
 class NotLinearizableError(RuntimeError):
@@ -63,7 +72,7 @@ class Call:
     @property
     def name(self) -> str:
         """The operator's name in ATen, such as ``addmm``."""
-        return self.function.overloadpacket._qualified_op_name.removeprefix("aten::")
+        return operator_name(self.function)
 
     def apply(self, *values: Tensor) -> Any:
         """The operator as a function of those of its arguments that carry a tangent."""
@@ -128,12 +137,12 @@ class Recorder(TorchDispatchMode):
         """Run an operator that depends on a source, and note it."""
         args, kwargs = tree_unflatten(flat, spec)
         inputs = [self._variable[id(flat[position])] for position in positions]
-        writes = function._schema.is_mutable
+        writes = writes_to_arguments(function)
         recorded = _functional(function) if writes else function
         if writes:
             flat = [flat[0].clone(), *flat[1:]]
         versions = [
-            (value, value._version)
+            (value, version_of(value))
             for value in flat
             if isinstance(value, Tensor) and not value.is_inference()
         ]
@@ -150,7 +159,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_mutation(self, tensor: Tensor) -> None:
         self._alive.append(tensor)
-        self._mutated[tensor.untyped_storage()._cdata] = {id(tensor)}
+        self._mutated[storage_identity(tensor)] = {id(tensor)}
 
     def _keep_aliases(self, out: Any) -> None:
         """Let views of a tensor that was changed in place be used as that tensor is."""
@@ -158,7 +167,7 @@ class Recorder(TorchDispatchMode):
             return
         for value in tree_flatten(out)[0]:
             if isinstance(value, Tensor):
-                valid = self._mutated.get(value.untyped_storage()._cdata)
+                valid = self._mutated.get(storage_identity(value))
                 if valid is not None:
                     self._alive.append(value)
                     valid.add(id(value))
@@ -167,7 +176,7 @@ class Recorder(TorchDispatchMode):
         if not self._mutated:
             return
         for value in tensors:
-            valid = self._mutated.get(value.untyped_storage()._cdata)
+            valid = self._mutated.get(storage_identity(value))
             if valid is not None and id(value) not in valid:
                 raise NotLinearizableError(
                     f"{function} reads a tensor through an alias of one that was changed in place"
@@ -185,7 +194,7 @@ class TrainingWatch(TorchDispatchMode):
 def refuse_batch_statistics(model: Module) -> None:
     """Raise a ``ValueError`` before a batch normalisation in training mode changes anything."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if is_batch_norm(module) and module.training:
             raise ValueError(BATCH_STATISTICS)
 
 
@@ -193,7 +202,7 @@ def refuse_training(function: Any, args: Sequence[Any]) -> None:
     """Raise a ``ValueError`` if an operator is the work of an active dropout, or of a batch normalisation
     that takes the statistics of the batch.
     """
-    if function.overloadpacket in _BATCH_NORMS and any(value is True for value in args):
+    if function.overloadpacket in BATCH_NORM_OPERATORS and any(value is True for value in args):
         raise ValueError(BATCH_STATISTICS)
     if function.overloadpacket in _RANDOM:
         raise ValueError(
@@ -204,9 +213,7 @@ def refuse_training(function: Any, args: Sequence[Any]) -> None:
 
 def _functional(function: Any) -> Any:
     """The operator that returns what an in-place operator writes to its first argument."""
-    namespace, _, name = function._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    overload = getattr(packet, function._overloadname, None)
-    if not name.endswith("_") or overload is None or overload._schema.is_mutable:
+    variant = functional_variant(function)
+    if variant is None:
         raise NotLinearizableError(f"{function} writes to its arguments")
-    return overload
+    return variant
