@@ -11,7 +11,7 @@ from captum_hta.cli.options import Adapter, Debug, Device, Part, UserError, load
 from captum_hta.jacobian.forecast import forecast
 from captum_hta.model.protocol import Model
 from captum_hta.study import run as study
-from captum_hta.views import plots
+from captum_hta.views.names import QUANTITY_NAMES
 
 DOCTOR_TOKENS = 32
 
@@ -61,7 +61,7 @@ def _forecasts(model: Model) -> dict[str, str]:
     if model.key_layers is not None:
         return {}
     return {
-        f"{plots.MAPS[source]}, {DOCTOR_TOKENS} tokens": str(
+        f"{QUANTITY_NAMES[source]}, {DOCTOR_TOKENS} tokens": str(
             forecast(model.size, DOCTOR_TOKENS, source=source, dtype=model.dtype, device=model.device)
         )
         for source in study.SOURCES

@@ -43,7 +43,8 @@ from captum_hta.model.protocol import Model
 from captum_hta.result import Contributions
 from captum_hta.study import run as study
 from captum_hta.texts import encoded, missing_tokens
-from captum_hta.views import plots
+from captum_hta.views import heatmaps
+from captum_hta.views.names import QUANTITY_NAMES
 
 EXPLAIN_PROBES = 32
 INSTEAD = {
@@ -140,7 +141,7 @@ def explain(
             print_error(source, result.standard_error.mean().item(), result.standard_error.max().item())
     titles = [f"layer {layer}, head {number}" for layer, number in zip(chosen, heads, strict=True)]
     _figure(results, encoding, heads, query, titles).savefig(output, dpi=150)
-    if plots.undrawable([*encoding.tokens, *_keys(results)]):
+    if heatmaps.undrawable([*encoding.tokens, *_keys(results)]):
         out.print(
             "Tokens in letters that the font of figures lacks are shown there by their numbers.", style="dim"
         )
@@ -179,9 +180,9 @@ def _figure(
     patterns = {"attention": results["input"].attention} | {s: r.values for s, r in results.items()}
     maps = {name: _rows(values, heads) for name, values in patterns.items()}
     if encoding.grid is None:
-        return plots.heatmaps(maps, encoding.tokens, titles, _keys(results))
+        return heatmaps.heatmaps(maps, encoding.tokens, titles, _keys(results))
     maps = {name: values[:, query] for name, values in maps.items()}
-    return plots.overlays(maps, encoding.image, encoding.grid, encoding.tokens, query, titles)
+    return heatmaps.overlays(maps, encoding.image, encoding.grid, encoding.tokens, query, titles)
 
 
 def _keys(results: dict[str, Contributions]) -> list[str]:
@@ -196,7 +197,7 @@ def _print_plans(model: Model, results: dict[str, Contributions]) -> None:
         return
     for source, result in results.items():
         for one in in_all(result.plans):
-            out.print(f"{plots.MAPS[source]}: {one}", highlight=False, style="dim", soft_wrap=True)
+            out.print(f"{QUANTITY_NAMES[source]}: {one}", highlight=False, style="dim", soft_wrap=True)
 
 
 def _rows(values: torch.Tensor, heads: list[int]) -> Any:

@@ -40,8 +40,8 @@ from captum_hta.evaluation.comparison import Method, compare_methods, methods_fo
 from captum_hta.evaluation.faithfulness import faithfulness as measure
 from captum_hta.model.protocol import Model
 from captum_hta.report import one_study as report
+from captum_hta.report.methods import agreement_figure, faithfulness_figure
 from captum_hta.study import corpus
-from captum_hta.views import plots
 
 DEFAULT_PROBES = 12
 SHOWN = {
@@ -102,7 +102,7 @@ def compare(
     matrix = found.matrix()
     run.write(
         {"agreement.csv": found.table(), "matrix.csv": matrix.reset_index(names="method")},
-        {"matrix.png": plots.agreement_figure(matrix)},
+        {"matrix.png": agreement_figure(matrix)},
     )
 
 
@@ -139,7 +139,7 @@ def faithfulness(
     by_layer = found.by_layer()
     run.write(
         {"faithfulness.csv": found.table(), "layers.csv": by_layer},
-        {"faithfulness.png": plots.faithfulness_figure(by_layer)},
+        {"faithfulness.png": faithfulness_figure(by_layer)},
     )
 
 

@@ -24,7 +24,7 @@ from captum_hta.model.protocol import Model
 from captum_hta.study import corpus
 from captum_hta.study import run as study
 from captum_hta.texts import text_lengths
-from captum_hta.views import plots
+from captum_hta.views.names import QUANTITY_NAMES
 
 out = Console(soft_wrap=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -281,12 +281,12 @@ def announce(
         )
         more = " or more" if tolerance is not None and plans[0].mode == "probes" else ""
         for one in plans:
-            out.print(f"{plots.MAPS[source]}: {one}{more}", highlight=False, style="dim", soft_wrap=True)
+            out.print(f"{QUANTITY_NAMES[source]}: {one}{more}", highlight=False, style="dim", soft_wrap=True)
 
 
 def print_error(source: str, mean: float, largest: float) -> None:
     """Say how far estimates are off."""
-    what = f"Standard error of the {plots.MAPS[source].lower()}s"
+    what = f"Standard error of the {QUANTITY_NAMES[source].lower()}s"
     known = (
         f"{mean:.4f} on average, {largest:.4f} at most."
         if np.isfinite(largest)

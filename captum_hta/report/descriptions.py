@@ -7,43 +7,43 @@ from collections.abc import Sequence
 import pandas as pd
 
 from captum_hta.study.mixing import by_distance
-from captum_hta.views.plots import MAPS
+from captum_hta.views.names import QUANTITY_NAMES
 
 NEAR = {0: "the token itself", -1: "the token before", 1: "the token after"}
 
 
 def correlations(table: pd.DataFrame, source: str) -> str:
-    """Of :func:`captum_hta.views.plots.correlation_figure`."""
+    """Of :func:`captum_hta.report.figures.correlation_figure`."""
     table = table[table["source"] == source]
     medians = table.groupby("layer")[["pearson", "spearman"]].median()
     return (
         f"Two panels of box plots over the layers, with a point for each of {table['head'].nunique()} heads: "
-        f"how attention correlates with the {MAPS[source]}. The median of Pearson's correlation "
+        f"how attention correlates with the {QUANTITY_NAMES[source]}. The median of Pearson's correlation "
         f"{_course(medians['pearson'])}; that of Spearman's {_course(medians['spearman'])}."
     )
 
 
 def positions(table: pd.DataFrame, quantity: str, reach: int) -> str:
-    """Of :func:`captum_hta.views.plots.histogram_figure`."""
+    """Of :func:`captum_hta.report.figures.histogram_figure`."""
     table = table[(table["quantity"] == quantity) & (table["offset"].abs() <= reach)]
     highest = table.loc[table.groupby(["layer", "head"])["value"].idxmax(), "offset"]
     near = ", ".join(f"{words} in {(highest == offset).sum()}" for offset, words in NEAR.items())
     return (
         f"A grid of small histograms, {table['layer'].nunique()} layers by {table['head'].nunique()} heads: "
-        f"mean {MAPS[quantity]} by position of the key relative to the query. The highest bar is at {near} "
-        f"and elsewhere in {(~highest.isin(list(NEAR))).sum()} of {len(highest)}."
+        f"mean {QUANTITY_NAMES[quantity]} by position of the key relative to the query. The highest bar "
+        f"is at {near} and elsewhere in {(~highest.isin(list(NEAR))).sum()} of {len(highest)}."
     )
 
 
 def centres(table: pd.DataFrame, quantities: Sequence[str]) -> str:
-    """Of :func:`captum_hta.views.plots.centre_figure`."""
+    """Of :func:`captum_hta.report.figures.centre_figure`."""
     sentences = []
     for quantity in quantities:
         heads = table.loc[table["quantity"] == quantity, ["layer", "centre_of_mass"]].set_index("layer")
         heads = heads["centre_of_mass"]
         sentences.append(
-            f"That of {MAPS[quantity]} {_course(heads.groupby('layer').mean())}; that of single heads lies "
-            f"between {heads.min():.2f} and {heads.max():.2f}."
+            f"That of {QUANTITY_NAMES[quantity]} {_course(heads.groupby('layer').mean())}; that of single "
+            f"heads lies between {heads.min():.2f} and {heads.max():.2f}."
         )
     return " ".join(
         ["A line of mean centres of mass over the layers, and a point for each head.", *sentences]
@@ -51,7 +51,7 @@ def centres(table: pd.DataFrame, quantities: Sequence[str]) -> str:
 
 
 def centres_together(table: pd.DataFrame, quantity: str) -> str:
-    """Of :func:`captum_hta.views.plots.centres_together_figure`."""
+    """Of :func:`captum_hta.report.figures.centres_together_figure`."""
     table = table[table["quantity"] == quantity]
     lines = [
         f"that of {label} {_course(heads.groupby('layer')['centre_of_mass'].mean())}"
@@ -59,12 +59,12 @@ def centres_together(table: pd.DataFrame, quantity: str) -> str:
     ]
     return (
         f"A line over the layers for each of {len(lines)} studies, the mean centre of mass of "
-        f"{MAPS[quantity]}: {'; '.join(lines)}."
+        f"{QUANTITY_NAMES[quantity]}: {'; '.join(lines)}."
     )
 
 
 def own_share(mixing: pd.DataFrame) -> str:
-    """Of :func:`captum_hta.views.plots.own_share_figure`."""
+    """Of :func:`captum_hta.report.figures.own_share_figure`."""
     table = mixing.set_index("layer")
     return (
         "Two panels with a line over the layers. The median share of a token's own input "
@@ -74,7 +74,7 @@ def own_share(mixing: pd.DataFrame) -> str:
 
 
 def neighbours(mixing: pd.DataFrame) -> str:
-    """Of :func:`captum_hta.views.plots.neighbours_figure`."""
+    """Of :func:`captum_hta.report.figures.neighbours_figure`."""
     given = by_distance(mixing.set_index("layer")).dropna(axis=1, how="all")
     if given.empty:
         return "A plot without lines over the layers, since no text has a token with neighbours."
@@ -87,7 +87,7 @@ def neighbours(mixing: pd.DataFrame) -> str:
 
 
 def patterns(chosen: pd.DataFrame) -> str:
-    """Of :func:`captum_hta.views.plots.pattern_figure`."""
+    """Of :func:`captum_hta.report.figures.pattern_figure`."""
     heads = "; ".join(
         f"{pattern}, layer {layer}, head {head}: {attention:.2f} of the attention, {given:.2f} of the input "
         "contribution"
@@ -100,7 +100,7 @@ def patterns(chosen: pd.DataFrame) -> str:
 
 
 def identifiability(table: pd.DataFrame) -> str:
-    """Of :func:`captum_hta.views.plots.identifiability_figure`."""
+    """Of :func:`captum_hta.report.figures.identifiability_figure`."""
     known = table.dropna(subset="identified")
     lines = "; ".join(
         f"{name} and {distance} distance: it {_course(rows.set_index('layer')['identified'])}"
@@ -113,7 +113,7 @@ def identifiability(table: pd.DataFrame) -> str:
 
 
 def effective(table: pd.DataFrame, d_head: int) -> str:
-    """Of :func:`captum_hta.views.plots.effective_figure`."""
+    """Of :func:`captum_hta.report.figures.effective_figure`."""
     longest = table[table["shortest"] == table["shortest"].max()].set_index("layer")["correlation"]
     tokens = f"{table['shortest'].max()} to {table['longest'].max()}"
     return (

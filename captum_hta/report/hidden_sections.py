@@ -7,12 +7,18 @@ from __future__ import annotations
 import pandas as pd
 
 from captum_hta.report import descriptions
+from captum_hta.report.figures import (
+    LEARNT,
+    effective_figure,
+    identifiability_figure,
+    neighbours_figure,
+    own_share_figure,
+)
 from captum_hta.report.page import Section, Shown, Table
 from captum_hta.study.effective import EffectiveAgreement
 from captum_hta.study.identifiability import Identifiability
 from captum_hta.study.mixing import by_distance
 from captum_hta.study.run import Study
-from captum_hta.views import plots
 
 MIXING_COLUMNS = {
     "layer": "layer",
@@ -54,7 +60,7 @@ def _of_mixing(mixing: pd.DataFrame) -> Section:
                 "figure8_own_share.png",
                 "How much hidden tokens keep of themselves",
                 _sentence_of_own_share(mixing),
-                plots.own_share_figure(mixing),
+                own_share_figure(mixing),
                 descriptions.own_share(mixing),
             ),
             Shown(
@@ -62,7 +68,7 @@ def _of_mixing(mixing: pd.DataFrame) -> Section:
                 "From how far hidden tokens take the rest",
                 "What the two tokens at each distance give together, mean over tokens that have such "
                 "neighbours. The nearer the lines are to each other, the more widely context is spread.",
-                plots.neighbours_figure(mixing),
+                neighbours_figure(mixing),
                 descriptions.neighbours(mixing),
             ),
         ],
@@ -102,7 +108,7 @@ def _of_identifiability(found: Identifiability) -> Section:
     training, validation, test = found.sentences
     split = f"{training} texts for training, {validation} to stop it, {test} for the test" if training else ""
     wide = table.pivot(index="layer", columns=["map", "distance"])
-    columns = {f"{name} {distance}": f"{plots.LEARNT[name]}, {distance}" for name, distance in _maps(table)}
+    columns = {f"{name} {distance}": f"{LEARNT[name]}, {distance}" for name, distance in _maps(table)}
     return Section(
         "Which hidden tokens can be told",
         "A token is identified if the input embedding nearest to its hidden embedding, among those of its "
@@ -115,7 +121,7 @@ def _of_identifiability(found: Identifiability) -> Section:
                 "Hidden tokens that tell their input token",
                 "Shares of the tokens of the test texts, in a band of their standard error; dashed: by "
                 f"chance, {table['chance'].iloc[0]:.1%}.",
-                plots.identifiability_figure(table),
+                identifiability_figure(table),
                 descriptions.identifiability(table),
             )
         ],
@@ -162,7 +168,7 @@ def _of_effective_attention(found: EffectiveAgreement) -> Section:
                 "Attention and effective attention by the length of texts",
                 f"Correlation of the entries of both matrices of a head, mean over heads. Up to "
                 f"{found.d_head} tokens, the width of a head, both are the same.",
-                plots.effective_figure(table, found.d_head),
+                effective_figure(table, found.d_head),
                 descriptions.effective(table, found.d_head),
             )
         ],

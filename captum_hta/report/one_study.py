@@ -19,7 +19,7 @@ from captum_hta.report.sections import beside_the_paper, error_sentences, figure
 from captum_hta.study.checkpoint import write_whole
 from captum_hta.study.findings import Found, findings
 from captum_hta.study.run import Study, finite
-from captum_hta.views import plots
+from captum_hta.views.names import QUANTITY_NAMES
 
 PACKAGES = ("captum-hta", "torch", "transformers", "captum", "transformer-lens", "numpy", "scipy")
 
@@ -146,7 +146,7 @@ def _facts(study: Study, record: Mapping[str, Any]) -> dict[str, Mapping[str, An
         "Counts": counts,
         "Rows without a correlation": rows_left_out(study),
         "Seconds": seconds if isinstance(seconds, Mapping) else {"in all": seconds},
-        "Modes": {plots.MAPS[source]: mode for source, mode in study.plans.items()},
+        "Modes": {QUANTITY_NAMES[source]: mode for source, mode in study.plans.items()},
         "Versions": record["versions"],
     }
     return {title: values for title, values in groups.items() if values}

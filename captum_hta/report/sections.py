@@ -8,12 +8,18 @@ import numpy as np
 import pandas as pd
 
 from captum_hta.report import descriptions
+from captum_hta.report.figures import (
+    centre_figure,
+    correlation_figure,
+    histogram_figure,
+    pattern_figure,
+)
 from captum_hta.report.hidden_sections import of_hidden_tokens
 from captum_hta.report.page import DASH, ERROR, Cell, Section, Shown, Table
 from captum_hta.study.findings import Found
 from captum_hta.study.patterns import PATTERNS, QUANTITIES
 from captum_hta.study.run import SOURCES, Study, finite
-from captum_hta.views import plots
+from captum_hta.views.names import QUANTITY_NAMES
 
 PAPER = "Pascual et al. 2021"
 UNDEFINED = "The texts are too short, or attention too even, for a correlation in every layer."
@@ -59,7 +65,7 @@ def figures(study: Study) -> list[Section]:
                     "figure1_attention_and_previous_layer.png",
                     "Attention and previous-layer contribution",
                     _sentence_1(study),
-                    plots.correlation_figure(correlations, "previous_layer"),
+                    correlation_figure(correlations, "previous_layer"),
                     descriptions.correlations(correlations, "previous_layer"),
                 )
             ],
@@ -77,7 +83,7 @@ def figures(study: Study) -> list[Section]:
                     "figure6_attention_and_input.png",
                     "Attention and input contribution",
                     _sentence_6(study.layer_summary()),
-                    plots.correlation_figure(correlations, "input"),
+                    correlation_figure(correlations, "input"),
                     descriptions.correlations(correlations, "input"),
                 )
             ],
@@ -94,7 +100,7 @@ def _of_positions(positions: pd.DataFrame) -> list[Shown]:
             "Where attention lies",
             "Mean attention at each position relative to the query, for every head: what looks like a "
             "head's habit, such as the previous or the next token, is read off here.",
-            plots.histogram_figure(positions, "attention", REACH),
+            histogram_figure(positions, "attention", REACH),
             descriptions.positions(positions, "attention", REACH),
         ),
         Shown(
@@ -102,7 +108,7 @@ def _of_positions(positions: pd.DataFrame) -> list[Shown]:
             "Where the input that a head takes in lies",
             "The same for the input contribution. Since hidden tokens are mixtures of input tokens, what "
             "a head takes in can lie elsewhere than what it attends to.",
-            plots.histogram_figure(positions, "input", REACH),
+            histogram_figure(positions, "input", REACH),
             descriptions.positions(positions, "input", REACH),
         ),
     ]
@@ -118,14 +124,14 @@ def _of_centres(study: Study) -> list[Shown]:
             "Below zero a head looks back, above zero ahead. Each position counts by its mean attention, as "
             "in the paper, however seldom texts are long enough for it: so this is not the mean distance "
             "that attention spans.",
-            plots.centre_figure(centres, ["attention"]),
+            centre_figure(centres, ["attention"]),
             descriptions.centres(centres, ["attention"]),
         ),
         Shown(
             "figure5_centres.png",
             "Centre of mass of attention and of input contribution",
             _sentence_5(study.layer_summary()),
-            plots.centre_figure(centres, ["attention", "input"]),
+            centre_figure(centres, ["attention", "input"]),
             descriptions.centres(centres, ["attention", "input"]),
         ),
     ]
@@ -142,7 +148,7 @@ def _of_patterns(study: Study) -> list[Section]:
         "For each pattern the head whose attention is most of it, in one short text: each row is a query, "
         "each column a key. Where the last column does not show the pattern, the head takes in other input "
         "tokens than it looks at.",
-        plots.pattern_figure(study.shown),
+        pattern_figure(study.shown),
         descriptions.patterns(chosen),
     )
     every = study.patterns.table().pivot(index=["layer", "head"], columns="pattern")
@@ -262,7 +268,7 @@ def _head_tables(correlations: pd.DataFrame) -> list[Table]:
     return [
         Table.of(
             table[table["source"] == source],
-            f"Attention and {plots.MAPS[source]} by head",
+            f"Attention and {QUANTITY_NAMES[source]} by head",
             "Correlations from -1 to 1, the mean over the rows of all examples ± its standard error by "
             "example. A row is what one query attends to.",
             HEAD_COLUMNS,
@@ -326,7 +332,7 @@ def error_sentences(study: Study) -> list[str]:
     """How far its contributions are off."""
     sentences = []
     for source, errors in study.probe_errors().items():
-        name = plots.MAPS[source].capitalize() + "s"
+        name = QUANTITY_NAMES[source].capitalize() + "s"
         if np.isfinite(errors["largest"]):
             how = f"with a standard error of {errors['mean']:.4f} on average and of at most "
             sentences.append(f"{name} are estimates, {how}{errors['largest']:.4f}.")
@@ -344,7 +350,7 @@ def rows_left_out(study: Study) -> dict[str, str]:
     """For each source how many rows have no correlation, of how many."""
     sums = study.correlations().groupby("source")[["rows", "rows_left_out"]].sum()
     return {
-        plots.MAPS[source]: f"{sums.at[source, 'rows_left_out']} of {sums.loc[source].sum()}"
+        QUANTITY_NAMES[source]: f"{sums.at[source, 'rows_left_out']} of {sums.loc[source].sum()}"
         for source in SOURCES
     }
 

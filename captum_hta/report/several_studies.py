@@ -10,12 +10,15 @@ from typing import Any
 import pandas as pd
 
 from captum_hta.report import descriptions
+from captum_hta.report.figures import (
+    centres_together_figure,
+)
 from captum_hta.report.one_study import png, versions, write_files
 from captum_hta.report.page import DASH, Cell, Section, Shown, Table, rendered
 from captum_hta.report.sections import LAYER_COLUMNS, error_sentences
 from captum_hta.study.findings import Found, findings
 from captum_hta.study.run import Study
-from captum_hta.views import plots
+from captum_hta.views.names import QUANTITY_NAMES
 
 QUANTITIES = ("attention", "input")
 
@@ -95,9 +98,9 @@ def _centres(centres: pd.DataFrame) -> Section:
         [
             Shown(
                 f"centre_of_{quantity}.png",
-                f"Centre of mass of {plots.MAPS[quantity]}",
+                f"Centre of mass of {QUANTITY_NAMES[quantity]}",
                 "A line for each study, over its layers.",
-                plots.centres_together_figure(centres, quantity),
+                centres_together_figure(centres, quantity),
                 descriptions.centres_together(centres, quantity),
             )
             for quantity in QUANTITIES

@@ -147,7 +147,7 @@ class Candidate:
 
     Attributes:
         tokens: Labels of its tokens.
-        maps: By the names of :data:`captum_hta.views.plots.MAPS` arrays ``[layer, head, query, key]``.
+        maps: Arrays ``[layer, head, query, key]`` of ``"attention"``, ``"previous_layer"`` and ``"input"``.
     """
 
     tokens: list[str]
@@ -169,7 +169,7 @@ class PatternExamples:
     Attributes:
         tokens: Labels of its tokens.
         titles: For each head its pattern and its place.
-        maps: By the names of :data:`captum_hta.views.plots.MAPS` arrays ``[pattern, query, key]``.
+        maps: Arrays ``[pattern, query, key]`` of ``"attention"``, ``"previous_layer"`` and ``"input"``.
     """
 
     tokens: list[str]

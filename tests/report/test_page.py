@@ -51,7 +51,7 @@ def page() -> str:
     images = {item.file: png(item.figure) for section in sections for item in section.shown}
     record = {"model": LONG, "counts": {"examples": 1}}
     facts = {"Settings": {"a_path": LONG, "seconds": {"first": 1, "second": 2.5}}}
-    return rendered("report.html.jinja", sections, images, facts, record=record, tokens=3, errors=[])
+    return rendered("one_study.html.jinja", sections, images, facts, record=record, tokens=3, errors=[])
 
 
 # --- cells ----------------------------------------------------------------------------------------

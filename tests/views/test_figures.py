@@ -18,12 +18,15 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
 
+from captum_hta.report import figures as study_figures
+from captum_hta.report import methods as method_figures
 from captum_hta.report import one_study as report
 from captum_hta.study.effective import EffectiveAgreement
 from captum_hta.study.identifiability import DISTANCES, MAPS
 from captum_hta.study.mixing import Mixing
 from captum_hta.study.patterns import PATTERNS, PatternExamples
-from captum_hta.views import plots
+from captum_hta.views import heatmaps
+from captum_hta.views.names import QUANTITY_NAMES
 
 WORDS = [
     "[CLS]", "the", "ladder", "is", "in", "Ġgarage", "##ing", ",", "é", "ß", "Ω", "я", "$", "50%",
@@ -34,14 +37,14 @@ WORDS = [
 def maps(tokens: int, rows: int = 1) -> dict[str, np.ndarray]:
     """Random attention and contributions ``[row, query, key]``."""
     rng = np.random.default_rng(0)
-    return {name: rng.dirichlet(np.full(tokens, 0.3), (rows, tokens)) for name in plots.MAPS}
+    return {name: rng.dirichlet(np.full(tokens, 0.3), (rows, tokens)) for name in QUANTITY_NAMES}
 
 
 def heatmap(tokens: int, rows: int = 1) -> Figure:
     """Heatmaps of so many tokens."""
     labels = list(itertools.islice(itertools.cycle(WORDS), tokens))
     titles = [f"layer {row}, head 11" for row in range(rows)]
-    return plots.heatmaps(maps(tokens, rows), labels, titles)
+    return heatmaps.heatmaps(maps(tokens, rows), labels, titles)
 
 
 def crossed(queries: int, keys: int) -> Figure:
@@ -49,7 +52,7 @@ def crossed(queries: int, keys: int) -> Figure:
     values = {name: array[:, :queries] for name, array in maps(max(queries, keys)).items()}
     values = {name: array[..., :keys] for name, array in values.items()}
     labels = list(itertools.islice(itertools.cycle(WORDS), max(queries, keys)))
-    return plots.heatmaps(values, labels[:queries], ["layer 3, head 11"], labels[:keys])
+    return heatmaps.heatmaps(values, labels[:queries], ["layer 3, head 11"], labels[:keys])
 
 
 def overlay(
@@ -60,7 +63,7 @@ def overlay(
     image = np.random.default_rng(0).random((6 * grid[0], 8 * grid[1], 3))
     values = {name: array[:, query] for name, array in maps(len(tokens), rows).items()}
     titles = [f"layer {row}, head 11" for row in range(rows)]
-    return plots.overlays(values, image, grid, tokens, query, titles)
+    return heatmaps.overlays(values, image, grid, tokens, query, titles)
 
 
 def tidy(**keys: Any) -> pd.DataFrame:
@@ -95,11 +98,11 @@ def of_study(layers: int, heads: int) -> dict[str, Callable[[], Figure]]:
     agreement, places = correlations(layers, heads), positions(layers, heads)
     middles = centres(layers, heads)
     return {
-        "correlation": lambda: plots.correlation_figure(agreement, "previous_layer"),
-        "positions": lambda: plots.histogram_figure(places, "attention"),
-        "short_texts": lambda: plots.histogram_figure(positions(layers, heads, 3), "input"),
-        "centre": lambda: plots.centre_figure(middles, ["attention"]),
-        "centres": lambda: plots.centre_figure(middles, ["attention", "input"]),
+        "correlation": lambda: study_figures.correlation_figure(agreement, "previous_layer"),
+        "positions": lambda: study_figures.histogram_figure(places, "attention"),
+        "short_texts": lambda: study_figures.histogram_figure(positions(layers, heads, 3), "input"),
+        "centre": lambda: study_figures.centre_figure(middles, ["attention"]),
+        "centres": lambda: study_figures.centre_figure(middles, ["attention", "input"]),
     }
 
 
@@ -107,7 +110,7 @@ def agreement(methods: list[str]) -> Figure:
     """A matrix of methods, one of whose numbers is not known."""
     values = np.linspace(-0.1, 1, len(methods) ** 2).reshape(len(methods), -1)
     values[0, 1] = np.nan
-    return plots.agreement_figure(pd.DataFrame(values, index=methods, columns=methods))
+    return method_figures.agreement_figure(pd.DataFrame(values, index=methods, columns=methods))
 
 
 def ranking(methods: list[str], interventions: int, layers: int) -> Figure:
@@ -120,7 +123,7 @@ def ranking(methods: list[str], interventions: int, layers: int) -> Figure:
         for number, method in enumerate(methods)
         for layer in range(layers)
     ]  # fmt: skip
-    return plots.faithfulness_figure(pd.DataFrame(rows))
+    return method_figures.faithfulness_figure(pd.DataFrame(rows))
 
 
 def of_hidden_tokens(layers: int, distances: int) -> pd.DataFrame:
@@ -198,26 +201,33 @@ CASES |= {
 }
 CASES |= {
     f"{name}_{layers}x{distances}": (make, of_hidden_tokens(layers, distances))
-    for name, make in (("own", plots.own_share_figure), ("neighbours", plots.neighbours_figure))
+    for name, make in (
+        ("own", study_figures.own_share_figure),
+        ("neighbours", study_figures.neighbours_figure),
+    )
     for layers, distances in ((1, 0), (6, 3), (24, 10))
 }
 CASES |= {
-    f"patterns_{tokens}": (lambda tokens: plots.pattern_figure(of_patterns(tokens)), tokens)
+    f"patterns_{tokens}": (lambda tokens: study_figures.pattern_figure(of_patterns(tokens)), tokens)
     for tokens in (8, 30)
 }
 CASES |= {
-    f"effective_{layers}x{len(lengths)}": (plots.effective_figure, of_lengths(layers, lengths), 32)
+    f"effective_{layers}x{len(lengths)}": (study_figures.effective_figure, of_lengths(layers, lengths), 32)
     for layers, lengths in ((1, [20]), (6, [10, 30, 40, 90]), (24, [8, 50]))
 }
 CASES |= {
     f"identified_{layers}_{'learnt' if learnt else 'bare'}": (
-        plots.identifiability_figure,
+        study_figures.identifiability_figure,
         of_identified_tokens(layers, learnt),
     )
     for layers, learnt in ((1, True), (6, True), (6, False), (24, True))
 }
 CASES |= {
-    f"together_{labels}x{layers}": (plots.centres_together_figure, of_studies(labels, layers), "attention")
+    f"together_{labels}x{layers}": (
+        study_figures.centres_together_figure,
+        of_studies(labels, layers),
+        "attention",
+    )
     for labels, layers in ((1, 1), (2, 6), (7, 24))
 }
 SMALL = ["overlay_3x3", "heatmap_3x1", "correlation_2x2", "positions_2x2", "centres_2x2"]
@@ -267,7 +277,7 @@ every_figure = pytest.mark.parametrize("figure", CASES, indirect=True)
 def test_heatmaps(tokens: int, rows: int) -> None:
     """A panel for each map and row with its numbers, a title, the tokens, and a colour bar."""
     values, labels = maps(tokens, rows), WORDS[:tokens]
-    figure = plots.heatmaps(values, labels, [f"head {row}" for row in range(rows)])
+    figure = heatmaps.heatmaps(values, labels, [f"head {row}" for row in range(rows)])
     assert len(panels(figure)) == 3 * rows
     places = itertools.product(range(rows), values)
     for panel, (row, name) in zip(panels(figure), places, strict=True):
@@ -275,7 +285,7 @@ def test_heatmaps(tokens: int, rows: int) -> None:
         assert panel.images[0].norm.vmin == 0
         assert panel.images[0].norm.vmax == max(array[row].max() for array in values.values())
         assert panel.images[0].colorbar is not None
-        assert panel.get_title() == f"head {row}\n{plots.MAPS[name]}"
+        assert panel.get_title() == f"head {row}\n{QUANTITY_NAMES[name]}"
         assert [tick.get_text() for tick in panel.get_xticklabels()] == labels
         assert [tick.get_text() for tick in panel.get_yticklabels()] == labels
         assert panel.get_xlabel() == ("key (source token)" if row == rows - 1 else "")
@@ -284,14 +294,14 @@ def test_heatmaps(tokens: int, rows: int) -> None:
 
 def test_heatmaps_of_some_maps() -> None:
     """Any of the maps may be left out, and an array may be all zeros."""
-    figure = plots.heatmaps({"input": np.zeros((1, 3, 3))}, WORDS[:3], ["head 0"])
+    figure = heatmaps.heatmaps({"input": np.zeros((1, 3, 3))}, WORDS[:3], ["head 0"])
     assert len(panels(drawn(figure))) == 1
 
 
 def test_heatmaps_of_cross_attention() -> None:
     """Keys have labels of their own, and every cell its number."""
     values = {name: array[:, :3] for name, array in maps(7).items()}
-    figure = plots.heatmaps(values, WORDS[:3], ["head 0"], WORDS[3:10])
+    figure = heatmaps.heatmaps(values, WORDS[:3], ["head 0"], WORDS[3:10])
     for panel, array in zip(panels(figure), values.values(), strict=True):
         np.testing.assert_array_equal(panel.images[0].get_array(), array[0])
         assert [tick.get_text() for tick in panel.get_xticklabels()] == WORDS[3:10]
@@ -304,7 +314,7 @@ def test_overlays(marks: tuple[str, ...]) -> None:
     tokens = [*marks, *(f"({row}, {column})" for row, column in np.ndindex(2, 3))]
     image = np.random.default_rng(1).random((4, 9, 3))
     values = {name: array[:, 0] for name, array in maps(len(tokens), 2).items()}
-    figure = plots.overlays(values, image, (2, 3), tokens, 0, ["head 0", "head 1"])
+    figure = heatmaps.overlays(values, image, (2, 3), tokens, 0, ["head 0", "head 1"])
     assert len(panels(figure)) == 8
     for row in range(2):
         shown, *others = panels(figure)[4 * row : 4 * row + 4]
@@ -317,7 +327,7 @@ def test_overlays(marks: tuple[str, ...]) -> None:
             assert over.colorbar is not None
             assert over.norm.vmax == max(each[row, len(marks) :].max() for each in values.values())
             share = f"\n{array[row, : len(marks)].sum():.0%} from {' and '.join(marks)}"
-            assert panel.get_title() == plots.MAPS[name] + (share if marks else "")
+            assert panel.get_title() == QUANTITY_NAMES[name] + (share if marks else "")
 
 
 @pytest.mark.parametrize(("query", "corner"), [(0, None), (1, (-0.5, -0.5)), (6, (5.5, 1.5))])
@@ -325,7 +335,7 @@ def test_the_query_is_framed(query: int, corner: tuple[float, float] | None) -> 
     """If it is a patch: of 3 x 2 pixels here."""
     tokens = ["[CLS]", *(f"({row}, {column})" for row, column in np.ndindex(2, 3))]
     values = {"input": maps(7)["input"][:, query]}
-    figure = plots.overlays(values, np.zeros((4, 9, 3)), (2, 3), tokens, query, ["head 0"])
+    figure = heatmaps.overlays(values, np.zeros((4, 9, 3)), (2, 3), tokens, query, ["head 0"])
     frames = {(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in figure.axes[0].patches}
     assert frames == (set() if corner is None else {(*corner, 3, 2)})
 
@@ -335,12 +345,12 @@ def test_the_query_is_framed(query: int, corner: tuple[float, float] | None) -> 
 def test_correlation_figure(source: str, layers: int, heads: int) -> None:
     """A panel for each measure, with a point for each head at its value."""
     table = correlations(layers, heads)
-    figure = plots.correlation_figure(table, source)
+    figure = study_figures.correlation_figure(table, source)
     assert [axis.get_title() for axis in figure.axes] == [
         "Pearson correlation",
         "Spearman correlation",
     ]
-    assert figure.axes[0].get_ylabel() == f"attention and {plots.MAPS[source]}"
+    assert figure.axes[0].get_ylabel() == f"attention and {QUANTITY_NAMES[source]}"
     for axis, measure in zip(figure.axes, ("pearson", "spearman"), strict=True):
         heights = np.concatenate([points.get_offsets()[:, 1] for points in axis.collections])
         assert sorted(heights) == sorted(table[table["source"] == source][measure])
@@ -354,7 +364,7 @@ def test_correlation_figure(source: str, layers: int, heads: int) -> None:
 def test_correlation_figure_names_the_layers_it_has() -> None:
     """Not all from zero on, and in their order."""
     table = correlations(6, 2).query("layer in (5, 2)")
-    figure = plots.correlation_figure(table, "input")
+    figure = study_figures.correlation_figure(table, "input")
     assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["2", "5"]
 
 
@@ -363,7 +373,7 @@ def test_undefined_correlations_are_left_out(every: bool) -> None:
     """NaN, of some heads, of a whole layer or of all, is not drawn."""
     table = correlations(3, 2)
     table.loc[(table["layer"] == 1) | (table["head"] == 0) | every, ["pearson", "spearman"]] = None
-    figure = plots.correlation_figure(table, "input")
+    figure = study_figures.correlation_figure(table, "input")
     points = sum(len(group.get_offsets()) for group in figure.axes[0].collections)
     assert points == (0 if every else 2)
     drawn(figure)
@@ -374,7 +384,7 @@ def test_undefined_correlations_are_left_out(every: bool) -> None:
 def test_histogram_figure(quantity: str, layers: int, heads: int) -> None:
     """A panel for each head, those of a layer in a row, that shows what is within reach."""
     table = positions(layers, heads)
-    figure = plots.histogram_figure(table, quantity, reach=5)
+    figure = study_figures.histogram_figure(table, quantity, reach=5)
     assert len(figure.axes) == layers * heads
     titles = [axis.get_title() for axis in figure.axes[:heads]]
     assert titles == [f"head {head}" for head in range(heads)]
@@ -393,13 +403,13 @@ def test_histogram_figure(quantity: str, layers: int, heads: int) -> None:
 
 def test_every_bar_of_a_histogram_is_of_one_width() -> None:
     """Also the outermost: each offset is drawn half a token to either side."""
-    (axis,) = plots.histogram_figure(positions(1, 1, 3), "input").axes
+    (axis,) = study_figures.histogram_figure(positions(1, 1, 3), "input").axes
     assert (axis.dataLim.x0, axis.dataLim.x1) == (-2.5, 2.5)
 
 
 def test_short_texts_fill_their_panel() -> None:
     """What is within reach but never occurs takes no room."""
-    (axis,) = plots.histogram_figure(positions(1, 1, 3), "input").axes
+    (axis,) = study_figures.histogram_figure(positions(1, 1, 3), "input").axes
     assert axis.dataLim.width > 0.6 * np.ptp(axis.get_xlim())
 
 
@@ -408,9 +418,9 @@ def test_short_texts_fill_their_panel() -> None:
 def test_centre_figure(quantities: list[str], layers: int, heads: int) -> None:
     """A line of means and a point for each head, with a legend of what they are."""
     table = centres(layers, heads)
-    figure = plots.centre_figure(table, quantities)
+    figure = study_figures.centre_figure(table, quantities)
     (axis,), legend = figure.axes, legend_of(figure)
-    assert [text.get_text() for text in legend.get_texts()] == [plots.MAPS[q] for q in quantities]
+    assert [text.get_text() for text in legend.get_texts()] == [QUANTITY_NAMES[q] for q in quantities]
     assert (axis.get_xlabel(), "centre of mass" in axis.get_ylabel()) == ("layer", True)
     for quantity, line, points in zip(quantities, axis.lines, axis.collections, strict=False):
         chosen = table[table["quantity"] == quantity]
@@ -422,7 +432,7 @@ def test_centre_figure(quantities: list[str], layers: int, heads: int) -> None:
 @pytest.mark.parametrize("layers", [1, 2, 6])
 def test_layers_are_whole_numbers(layers: int) -> None:
     """A tick of the centre figure is a layer, and every one is a layer that exists or none."""
-    figure = plots.centre_figure(centres(layers, 2), ["attention", "input"])
+    figure = study_figures.centre_figure(centres(layers, 2), ["attention", "input"])
     drawn(figure)
     (axis,) = figure.axes
     low, high = axis.get_xlim()
@@ -434,16 +444,16 @@ def test_undefined_centres_are_left_out() -> None:
     """A head without a centre does not spoil the figure."""
     table = centres(3, 2)
     table.loc[table["layer"] == 1, "centre_of_mass"] = np.nan
-    drawn(plots.centre_figure(table, ["attention", "input"]))
+    drawn(study_figures.centre_figure(table, ["attention", "input"]))
 
 
 def test_pattern_figure() -> None:
     """A row a pattern, titled by it, with all maps that there are."""
     examples = of_patterns(5)
-    figure = plots.pattern_figure(examples)
+    figure = study_figures.pattern_figure(examples)
     shown = [panel.get_title() for panel in panels(figure)]
-    assert shown == [f"{title}\n{name}" for title in examples.titles for name in plots.MAPS.values()]
-    for panel, (row, name) in zip(panels(figure), itertools.product(range(5), plots.MAPS), strict=True):
+    assert shown == [f"{title}\n{name}" for title in examples.titles for name in QUANTITY_NAMES.values()]
+    for panel, (row, name) in zip(panels(figure), itertools.product(range(5), QUANTITY_NAMES), strict=True):
         np.testing.assert_array_equal(panel.images[0].get_array(), examples.maps[name][row])
         assert [tick.get_text() for tick in panel.get_xticklabels()] == WORDS[:5]
 
@@ -451,7 +461,7 @@ def test_pattern_figure() -> None:
 def test_effective_figure() -> None:
     """A line a layer through the middle of its bins, and one where texts get longer than a head is wide."""
     table = of_lengths(3, [10, 30, 90])
-    figure = plots.effective_figure(table, 32)
+    figure = study_figures.effective_figure(table, 32)
     *lines, width = [line for line in figure.axes[0].lines if line.get_linestyle() != "None"]
     assert set(width.get_xdata()) == {32.5}
     for layer, line in enumerate(lines):
@@ -465,7 +475,7 @@ def test_effective_figure() -> None:
 def test_centres_together_figure(quantity: str) -> None:
     """A line for each study, the mean over its heads, as far as it has layers."""
     table = of_studies(3, 5)
-    figure = plots.centres_together_figure(table, quantity)
+    figure = study_figures.centres_together_figure(table, quantity)
     *lines, _ = figure.axes[0].lines
     assert [line.get_label() for line in lines] == ["study 0", "study 1", "study 2"]
     for number, line in enumerate(lines):
@@ -479,12 +489,12 @@ def test_identifiability_figure(learnt: bool) -> None:
     """A panel for each distance, a line for each map that there is, and one for chance."""
     table = of_identified_tokens(3, learnt)
     before = table.copy()
-    figure = plots.identifiability_figure(table)
+    figure = study_figures.identifiability_figure(table)
     pd.testing.assert_frame_equal(table, before)
     assert [axis.get_title() for axis in figure.axes] == ["Cosine distance", "Euclidean distance"]
     names = MAPS if learnt else MAPS[:1]
     assert [text.get_text() for text in legend_of(figure).get_texts()] == [
-        plots.LEARNT[name] for name in names
+        study_figures.LEARNT[name] for name in names
     ]
     for axis, distance in zip(figure.axes, DISTANCES, strict=True):
         *lines, chance = axis.lines
@@ -495,19 +505,6 @@ def test_identifiability_figure(learnt: bool) -> None:
 
 
 # --- that it can be read --------------------------------------------------------------------------
-
-
-def test_the_figures_of_a_study_are_all_here() -> None:
-    """Each public function of the module is in the cases."""
-    public = {name for name, value in vars(plots).items() if name[0] != "_" and callable(value)}
-    made = {
-        "heatmaps", "overlays", "correlation_figure", "histogram_figure", "centre_figure",
-        "agreement_figure", "faithfulness_figure", "own_share_figure", "neighbours_figure",
-        "pattern_figure", "effective_figure",
-        "identifiability_figure", "centres_together_figure",
-    }  # fmt: skip
-    own = {name for name in public if vars(plots)[name].__module__ == plots.__name__}
-    assert own - {"undrawable"} == made
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -597,14 +594,14 @@ def test_numbers_of_the_matrix_and_lines_of_methods() -> None:
 
 def test_long_texts_make_a_image_that_can_be_opened() -> None:
     """Of 250 tokens, half of what a BERT reads, in fewer than 2**14 pixels a side at 150 dpi."""
-    figure = plots.heatmaps(maps(250), [str(number) for number in range(250)], ["head 0"])
+    figure = heatmaps.heatmaps(maps(250), [str(number) for number in range(250)], ["head 0"])
     assert 150 * max(figure.get_size_inches()) < 2**14
 
 
 @pytest.mark.parametrize("token", ["$$", "$x$", "$\\frac$", "a$b$c", "\\$"])
 def test_tokens_are_not_mathematics(token: str) -> None:
     """Dollars in a token are shown as they are, and never parsed."""
-    figure = plots.heatmaps(maps(2), [token, "b"], ["head 0"])
+    figure = heatmaps.heatmaps(maps(2), [token, "b"], ["head 0"])
     drawn(figure)
     labels = [panel.get_xticklabels()[0] for panel in panels(figure)]
     assert [label.get_text() for label in labels] == [token] * 3
@@ -633,15 +630,15 @@ def test_tables_are_not_changed(name: str) -> None:
     what = {"correlation": "input", "histogram": "input", "centre": ["input"]}[name]
     table = make(2, 2)
     before = table.copy()
-    getattr(plots, f"{name}_figure")(table, what)
+    getattr(study_figures, f"{name}_figure")(table, what)
     pd.testing.assert_frame_equal(table, before)
 
 
 def test_letters_that_the_font_lacks() -> None:
     """They are shown by the number of their token, without a warning; all others as they are."""
     labels = ["[CLS]", "日本", "שלום", "🙂", "a\x00b", "漢字"]
-    assert plots.undrawable(labels) == [1, 4, 5] or plots.undrawable(labels) == [1, 3, 4, 5]
-    figure = drawn(plots.heatmaps(maps(6), labels, ["head 0"]))
+    assert heatmaps.undrawable(labels) == [1, 4, 5] or heatmaps.undrawable(labels) == [1, 3, 4, 5]
+    figure = drawn(heatmaps.heatmaps(maps(6), labels, ["head 0"]))
     shown = [label.get_text() for label in panels(figure)[0].get_yticklabels()]
     assert shown[0] == "[CLS]"
     assert shown[2] == "שלום"

@@ -1,228 +1,25 @@
-"""Figures: heatmaps of single examples, and the figures of a study."""
+"""Figures of a study."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont, get_font
-from matplotlib.image import AxesImage
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator
-from numpy.typing import NDArray
 
 from captum_hta.study.mixing import by_distance
 from captum_hta.study.patterns import PatternExamples
+from captum_hta.views.heatmaps import heatmaps
+from captum_hta.views.names import QUANTITY_NAMES
+from captum_hta.views.style import ATTENTION, INPUT, PREVIOUS, STYLE
 
-ATTENTION, PREVIOUS, INPUT = "#4c72b0", "#55a868", "#c44e52"
-STYLE = {
-    "font.size": 9,
-    "font.family": ["DejaVu Sans"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "figure.dpi": 120,
-}
-LEAST_SIDE = 2.0
-"""Inches of a heatmap's side that its title fits on."""
-MOST_SIDE = 9.3
-"""Inches of a heatmap's side; of longer texts some tokens go without a label."""
-MOST_INCHES = 95.0
-"""Inches of the heatmaps of a column together."""
-IMAGE_SIDE = 2.6
-"""Inches of an image's longer side."""
-VEIL = ListedColormap(np.column_stack([mpl.colormaps["magma"].colors[::-1], np.linspace(0.1, 0.9, 256)]))
-"""The colours of heatmaps, through which an image is seen where values are small."""
-LUMINANCE = np.array([0.299, 0.587, 0.114])
-"""Weights of red, green and blue in grey (ITU-R BT.601)."""
-MAPS = {
-    "attention": "attention",
-    "previous_layer": "previous-layer contribution",
-    "input": "input contribution",
-}
 LEARNT = {"none": "no map", "linear": "linear map", "mlp": "MLP"}
 """What figures call maps of hidden tokens."""
-
-
-def undrawable(labels: Iterable[str]) -> list[int]:
-    """The numbers of labels with characters that the font of figures lacks."""
-    known = get_font(findfont(STYLE["font.family"][0])).get_charmap()
-    return [number for number, label in enumerate(labels) if any(ord(one) not in known for one in label)]
-
-
-def _drawable(labels: Sequence[str]) -> list[str]:
-    """Labels, and the numbers of those that cannot be drawn."""
-    without = set(undrawable(labels))
-    return [f"#{number}" if number in without else label for number, label in enumerate(labels)]
-
-
-def heatmaps(
-    maps: dict[str, NDArray[np.float64]],
-    tokens: Sequence[str],
-    rows: Sequence[str],
-    keys: Sequence[str] | None = None,
-) -> Figure:
-    """Attention and contributions side by side.
-
-    Args:
-        maps: For each of :data:`MAPS` an array ``[row, query, key]``.
-        tokens: Labels of queries and keys.
-        rows: Titles of the rows, such as ``"layer 3, head 5"``.
-        keys: Labels of keys, where they are of another text. Default: ``None``, as ``tokens``.
-
-    Returns:
-        A figure with one row of panels for each of ``rows``, on one colour scale a row.
-    """
-    keys = _drawable(tokens if keys is None else keys)
-    tokens = _drawable(tokens)
-    width, height = _sides(len(keys), len(tokens), len(rows))
-    with mpl.rc_context(STYLE):
-        figure = Figure(
-            figsize=(len(maps) * (width + 1.3) + 0.8, len(rows) * (height + 1.25) + 0.3),
-            layout="constrained",
-        )
-        axes = figure.subplots(len(rows), len(maps), squeeze=False)
-        for row, title in enumerate(rows):
-            top = max(1e-9, *(float(values[row].max()) for values in maps.values()))
-            for column, (name, values) in enumerate(maps.items()):
-                axis = axes[row, column]
-                _heatmap(axis, values[row], top)
-                _ticks(axis.xaxis, keys, width / len(keys), rotation=90)
-                _ticks(axis.yaxis, tokens, height / len(tokens))
-                axis.set_title(f"{title}\n{MAPS[name]}")
-            axes[row, 0].set_ylabel("query (target token)")
-        for axis in axes[-1]:
-            axis.set_xlabel("key (source token)")
-    return figure
-
-
-def _sides(keys: int, queries: int, rows: int) -> tuple[float, float]:
-    """Inches of a heatmap's width and height: of equal cells, but for a side too short for a title."""
-    cell = _cell(max(keys, queries), rows)
-    longest = cell * max(keys, queries)
-    return (
-        max(cell * keys, min(LEAST_SIDE, longest)),
-        max(cell * queries, min(LEAST_SIDE / 2, longest)),
-    )
-
-
-def _cell(tokens: int, rows: int) -> float:
-    """Inches of a cell: large for short texts, and for long ones such that a viewer opens the image."""
-    readable = float(np.clip(4.2 / tokens, 0.155, 0.3))
-    return min(max(readable, LEAST_SIDE / tokens), MOST_SIDE / tokens, MOST_INCHES / (rows * tokens))
-
-
-def _heatmap(axis: Axes, values: NDArray[np.float64], top: float) -> None:
-    """One panel, in the colours of its row: equal ones are equal numbers. Small ones are spread."""
-    image = axis.imshow(values, cmap="magma_r", norm=PowerNorm(0.5, vmin=0, vmax=top), aspect="auto")
-    axis.tick_params(length=2)
-    axis.spines[:].set_visible(False)
-    _colour_bar(axis, image)
-
-
-def _ticks(line: Axis, labels: Sequence[str], cell: float, rotation: float = 0) -> None:
-    """Labels on an axis whose cells are so many inches wide; not all, where they would not fit."""
-    step = max(1, round(0.155 / cell))
-    size = min(9.0, 52 * cell * step)
-    line.set_ticks(
-        range(0, len(labels), step), labels[::step], rotation=rotation, fontsize=size, parse_math=False
-    )
-
-
-def _colour_bar(axis: Axes, image: AxesImage) -> None:
-    bar = axis.figure.colorbar(image, cax=axis.inset_axes((1.03, 0, 0.045, 1)))
-    bar.ax.tick_params(labelsize=7)
-    bar.outline.set_visible(False)
-
-
-# --- images --------------------------------------------------------------------------------------
-
-
-def overlays(
-    maps: dict[str, NDArray[np.float64]],
-    image: NDArray[np.float64],
-    grid: tuple[int, int],
-    tokens: Sequence[str],
-    query: int,
-    rows: Sequence[str],
-) -> Figure:
-    """A image, and over it attention and contributions of one query's patches.
-
-    Args:
-        maps: For each of :data:`MAPS` an array ``[row, key]``.
-        image: ``[height, width, 3]`` in 0 to 1.
-        grid: Rows and columns of the patches, which are the last keys.
-        tokens: Labels of queries and keys.
-        query: Which token takes in what is shown; a patch is framed in the image.
-        rows: Titles of the rows, such as ``"layer 3, head 5"``.
-
-    Returns:
-        A figure with one row of panels for each of ``rows``, on one colour scale a row. Titles say what
-        comes from the tokens that have no place in the image.
-    """
-    special = tokens[: len(tokens) - grid[0] * grid[1]]
-    width, height = _image_sides(image, len(rows))
-    with mpl.rc_context(STYLE):
-        figure = Figure(
-            figsize=(width + 0.5 + len(maps) * (width + 0.75), len(rows) * (height + 0.75)),
-            layout="constrained",
-        )
-        axes = figure.subplots(len(rows), 1 + len(maps), squeeze=False)
-        for row, title in enumerate(rows):
-            _image(axes[row, 0], image)
-            axes[row, 0].set_title(f"{title}\nquery {tokens[query]}", parse_math=False)
-            _frame(axes[row, 0], image, grid, query - len(special))
-            top = max(1e-9, *(float(values[row, len(special) :].max()) for values in maps.values()))
-            for axis, (name, values) in zip(axes[row, 1:], maps.items(), strict=True):
-                _overlay(axis, image, values[row, len(special) :].reshape(grid), top)
-                share = f"\n{values[row, : len(special)].sum():.0%} from {' and '.join(special)}"
-                axis.set_title(MAPS[name] + share * bool(special), parse_math=False)
-    return figure
-
-
-def _image_sides(image: NDArray[np.float64], rows: int) -> tuple[float, float]:
-    """Inches of an image's width and height."""
-    height, width = image.shape[:2]
-    scale = min(IMAGE_SIDE, MOST_INCHES / rows) / max(height, width)
-    return max(scale * width, LEAST_SIDE), scale * height
-
-
-def _image(axis: Axes, image: NDArray[np.float64]) -> None:
-    axis.imshow(image)
-    axis.set_axis_off()
-
-
-def _overlay(axis: Axes, image: NDArray[np.float64], values: NDArray[np.float64], top: float) -> None:
-    """Values of patches over an image without its colours, which would be taken for them."""
-    height, width = image.shape[:2]
-    axis.imshow(image @ LUMINANCE, cmap="gray", vmin=-1, vmax=1)  # light
-    image = axis.imshow(
-        values, cmap=VEIL, norm=PowerNorm(0.5, vmin=0, vmax=top), interpolation="nearest",
-        extent=(-0.5, width - 0.5, height - 0.5, -0.5),
-    )  # fmt: skip
-    axis.set_axis_off()
-    _colour_bar(axis, image)
-
-
-def _frame(axis: Axes, image: NDArray[np.float64], grid: tuple[int, int], patch: int) -> None:
-    """A frame around a patch, if it is one."""
-    if patch < 0:
-        return
-    row, column = divmod(patch, grid[1])
-    height, width = image.shape[0] / grid[0], image.shape[1] / grid[1]
-    corner = (column * width - 0.5, row * height - 0.5)
-    axis.add_patch(Rectangle(corner, width, height, fill=False, edgecolor="white", linewidth=3))
-    axis.add_patch(Rectangle(corner, width, height, fill=False, edgecolor="black", linewidth=1))
-
-
-# --- figures of a study ----------------------------------------------------------------------------
 
 
 def correlation_figure(correlations: pd.DataFrame, source: str) -> Figure:
@@ -239,7 +36,7 @@ def correlation_figure(correlations: pd.DataFrame, source: str) -> Figure:
             axis.set_xlabel("layer")
         lowest = table[["pearson", "spearman"]].min().min()
         axes[0].set_ylim(min(0.0, lowest - 0.05) if np.isfinite(lowest) else 0.0, 1.02)
-        axes[0].set_ylabel(f"attention and {MAPS[source]}")
+        axes[0].set_ylabel(f"attention and {QUANTITY_NAMES[source]}")
     return figure
 
 
@@ -308,7 +105,7 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
                 alpha=0.5,
                 linewidths=0,
             )
-            axis.plot(mean.index, mean, marker="o", color=colour, label=MAPS[quantity])
+            axis.plot(mean.index, mean, marker="o", color=colour, label=QUANTITY_NAMES[quantity])
         _label_centres(axis, centres)
         axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(quantities))
     return figure
@@ -467,79 +264,3 @@ def effective_figure(table: pd.DataFrame, d_head: int) -> Figure:
         columns = 1 + (len(layers) - 1) // 12
         figure.legend(handles=lines, loc="outside right center", frameon=False, title="layer", ncols=columns)
     return figure
-
-
-# --- figures of comparisons ------------------------------------------------------------------------
-
-
-def agreement_figure(matrix: pd.DataFrame) -> Figure:
-    """Spearman's correlation of every method with every other, the mean over rows."""
-    names = list(matrix.columns)
-    side = 0.42 * len(names) + 1.2
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(side + 2.2, side + 1.6), layout="constrained")
-        axis = figure.subplots()
-        axis.imshow(matrix, cmap="magma_r", vmin=0, vmax=1)
-        for row, column in np.ndindex(matrix.shape):
-            value = matrix.iat[row, column]
-            shade = "white" if value > 0.45 else "black"
-            text = f"{value:.2f}" if np.isfinite(value) else "-"
-            axis.text(column, row, text, ha="center", va="center", color=shade, fontsize=8)
-        axis.set_xticks(range(len(names)), names, rotation=90)
-        axis.set_yticks(range(len(names)), names)
-        axis.tick_params(length=0)
-        axis.spines[:].set_visible(False)
-        axis.set_title("Spearman correlation")
-    return figure
-
-
-def faithfulness_figure(table: pd.DataFrame) -> Figure:
-    """For each intervention, how well methods rank what heads do: a line a method over the layers.
-
-    Args:
-        table: With columns ``intervention``, ``method``, ``layer``, ``spearman``, ``low`` and ``high``.
-    """
-    interventions, methods = list(dict.fromkeys(table["intervention"])), list(dict.fromkeys(table["method"]))
-    layers = sorted(table["layer"].unique())
-    columns = min(3, len(interventions))
-    rows = -(-len(interventions) // columns)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(3.3 * columns + 2.2, 2.7 * rows + 0.4), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-        for axis, name in zip(axes.flat, interventions, strict=False):
-            _lines(axis, table[table["intervention"] == name], methods)
-            axis.set_title(name)
-            axis.xaxis.set_major_locator(FixedLocator(layers, nbins=16))
-        for axis in list(axes.flat)[len(interventions) :]:
-            axis.set_axis_off()
-        for axis in axes[-1]:
-            axis.set_xlabel("layer")
-        for axis in axes[:, 0]:
-            axis.set_ylabel("Spearman correlation")
-        lowest = table["spearman"].min()
-        axes[0, 0].set_ylim(min(0.0, lowest - 0.05) if np.isfinite(lowest) else 0.0, 1.02)
-        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    return figure
-
-
-def _lines(axis: Axes, table: pd.DataFrame, methods: Sequence[str]) -> None:
-    """A line a method with its confidence band; contributions stand out."""
-    colours = mpl.colormaps["tab20"](np.arange(len(methods)) % 20)
-    for method, colour in zip(methods, colours, strict=True):
-        one = table[table["method"] == method].sort_values("layer")
-        own = method.startswith("HTA")
-        width = 2.4 if own else 1.2
-        axis.plot(
-            one["layer"],
-            one["spearman"],
-            color=colour,
-            linewidth=width,
-            marker="o",
-            markersize=3,
-            label=method,
-        )
-        if len(one) == 1:
-            axis.vlines(one["layer"], one["low"], one["high"], color=colour, linewidth=1)
-        axis.fill_between(one["layer"], one["low"], one["high"], color=colour, alpha=0.15, linewidth=0)
-    axis.grid(axis="y", color="0.92")
-    axis.set_axisbelow(True)
