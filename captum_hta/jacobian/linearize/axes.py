@@ -1,12 +1,12 @@
-"""Where the positions of a sequence are in each tensor of a model, and operators narrowed to some of them.
+"""The axis of each tensor that holds the tokens, and operators narrowed to a window of tokens.
 
-Positions are followed from operator to operator: an operator that acts on each position by itself can be
-run on a window of them, by narrowing what it reads.
+The token axis is followed from operator to operator. An operator that acts on each token separately can run
+on a window of tokens: its arguments are narrowed along their token axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,16 +20,25 @@ from captum_hta.jacobian.torch_internals import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)
-class Positions:
-    """Where a variable holds its positions: ``outer * length`` elements of axis ``dim`` (negative)."""
+class TokenAxis:
+    """The axis of a variable that holds the tokens.
+
+    Attributes:
+        dim: Number of the axis, counted from the end, so negative.
+        outer: The axis has ``outer * length`` elements, where a view merged it with axes before it.
+    """
 
     dim: int
     outer: int = 1
 
 
+ROWS, COLUMNS = TokenAxis(-2), TokenAxis(-1)
+"""Tokens as the rows of matrices, as in hidden embeddings, and as their columns, as in transposed keys."""
+
+
 @dataclass(frozen=True)
 class Window:
-    """Positions ``start`` to ``stop`` of ``length``."""
+    """Tokens ``start`` to ``stop`` of ``length``."""
 
     start: int
     stop: int
@@ -37,47 +46,49 @@ class Window:
 
     @property
     def width(self) -> int:
-        """Number of its positions."""
+        """Number of tokens in the window."""
         return self.stop - self.start
 
-    def narrow(self, value: Tensor, at: Positions) -> Tensor:
-        """The window of a tensor."""
-        part = self._part(value, at)
-        return part if at.outer == 1 else part.flatten(at.dim - 1, at.dim)
+    def narrow(self, value: Tensor, axis: TokenAxis) -> Tensor:
+        """A tensor narrowed to the window."""
+        part = self._part(value, axis)
+        return part if axis.outer == 1 else part.flatten(axis.dim - 1, axis.dim)
 
-    def widen(self, stack: Tensor, at: Positions) -> Tensor:
-        """A stack of tangents that is zero outside the window."""
+    def widen(self, stack: Tensor, axis: TokenAxis) -> Tensor:
+        """A stack of tangents of all tokens, zero outside the window."""
         shape = list(stack.shape)
-        shape[at.dim] = at.outer * self.length
+        shape[axis.dim] = axis.outer * self.length
         out = outer(stack.new_zeros(*shape[1:-1], shape[0], shape[-1]))
-        part = self._part(out, at)
+        part = self._part(out, axis)
         part.copy_(stack.reshape(part.shape))
         return out
 
-    def holds(self, stack: Tensor, at: Positions) -> bool:
-        """Whether a stack of tangents is zero outside the window."""
+    def holds(self, stack: Tensor, axis: TokenAxis) -> bool:
+        """Whether a stack of tangents is exactly zero outside the window."""
         before = Window(0, self.start, self.length)
         after = Window(self.stop, self.length, self.length)
-        return not any(side._part(stack, at).any() for side in (before, after))
+        return not any(side._part(stack, axis).any() for side in (before, after))
 
-    def _part(self, value: Tensor, at: Positions) -> Tensor:
-        """The window as a view, with an axis of its own for ``outer`` where that is not 1."""
-        if at.outer > 1:
-            value = value.unflatten(at.dim, (at.outer, self.length))
-        return value.narrow(at.dim, self.start, self.width)
+    def _part(self, value: Tensor, axis: TokenAxis) -> Tensor:
+        """The window as a view, in which a merged token axis is split in two."""
+        if axis.outer > 1:
+            shape = list(value.shape)
+            shape[axis.dim : axis.dim + 1 or None] = [axis.outer, self.length]
+            value = value.view(shape)
+        return value.narrow(axis.dim, self.start, self.width)
 
-    def shape(self, shape: Sequence[int], at: Positions) -> tuple[int, ...]:
-        """The shape of the window of a tensor."""
+    def shape(self, shape: Sequence[int], axis: TokenAxis) -> tuple[int, ...]:
+        """The shape of a tensor narrowed to the window."""
         narrowed = list(shape)
-        narrowed[at.dim] = at.outer * self.width
+        narrowed[axis.dim] = axis.outer * self.width
         return tuple(narrowed)
 
 
-class MixedError(Exception):
-    """An operator does not act on each position by itself."""
+class MixesTokensError(Exception):
+    """An operator does not act on each token separately, or its token axis cannot be followed."""
 
 
-# --- following positions through operators ---------------------------------------------------------
+# --- following token axes through operators --------------------------------------------------------
 
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _VIEWS = ("view", "_unsafe_view", "reshape", "expand")
@@ -85,145 +96,160 @@ _SIMPLE = """
     _to_copy add alias cat chunk clone contiguous div mean mul permute select slice split split_with_sizes
     squeeze stack sub sum t transpose unbind unsqueeze
 """
-_EACH_POSITION = ELEMENTWISE | set(_SIMPLE.split())
+_EACH_TOKEN = ELEMENTWISE | set(_SIMPLE.split())
 
 
-def positions_of(
-    call: Call, at: dict[int, Positions], window: Window, shapes: Sequence[tuple[int, ...]], causal: bool
-) -> dict[int, Positions]:
-    """Where the outputs of a call hold their positions.
+def token_axes(
+    call: Call,
+    axes: Mapping[int, TokenAxis],
+    window: Window,
+    shapes: Sequence[tuple[int, ...]],
+    causal: bool,
+) -> dict[int, TokenAxis]:
+    """The token axes of the outputs of a call.
+
+    Args:
+        call: The operator.
+        axes: The token axis of each of its inputs.
+        window: A window to try the operator on.
+        shapes: The shape of every variable.
+        causal: Also follow the product of a causal attention pattern with its values, whose keys are tokens.
 
     Raises:
-        MixedError: If the call mixes positions, or cannot be followed.
+        MixesTokensError: If the operator mixes tokens, or cannot be followed.
     """
-    moving = [at[variable] for variable in call.inputs]
+    moving = [axes[variable] for variable in call.inputs]
     if call.name == "bmm":
-        return {call.outputs[0]: _product_positions(call, moving, causal)}
+        return {call.outputs[0]: _product_axis(call, moving, causal)}
     if call.name in ("mm", "addmm"):
         left = len(call.flat) - 2 if call.name == "mm" else 1
-        if call.positions != [left] or moving[0].dim != -2:
-            raise MixedError
+        if call.argument_indices != [left] or moving[0].dim != -2:
+            raise MixesTokensError
         return {call.outputs[0]: moving[0]}
     if call.name in _VIEWS:
-        return {call.outputs[0]: _viewed(call.primals[0].shape, call.shape, moving[0], window.length)}
-    if call.name in (*_SOFTMAX, "native_layer_norm") or call.name in _EACH_POSITION:
-        _check_axes(call, moving)
-        return _compared(call, at, window, shapes)
-    raise MixedError
+        return {call.outputs[0]: _viewed_axis(call.primals[0].shape, call.shape, moving[0], window.length)}
+    if call.name in (*_SOFTMAX, "native_layer_norm") or call.name in _EACH_TOKEN:
+        _check_reduced_axes(call, moving)
+        return _axes_by_trial(call, axes, window, shapes)
+    raise MixesTokensError
 
 
-def _check_axes(call: Call, moving: Sequence[Positions]) -> None:
-    """Softmax and LayerNorm must not act along the positions."""
+def _check_reduced_axes(call: Call, moving: Sequence[TokenAxis]) -> None:
+    """Softmax and LayerNorm must not act along the token axis."""
     if call.name in _SOFTMAX:
         dim, rank = call.args[1], len(call.shape)
         if (dim if dim < 0 else dim - rank) == moving[0].dim:
-            raise MixedError
+            raise MixesTokensError
     if call.name == "native_layer_norm" and (-moving[0].dim <= len(call.args[1]) or moving[0].outer > 1):
-        raise MixedError
+        raise MixesTokensError
 
 
-def _viewed(before: Sequence[int], after: Sequence[int], at: Positions, length: int) -> Positions:
-    """Positions of a view: the axis whose elements are as far apart as before."""
-    inner = torch.Size(before[at.dim :][1:]).numel()
+def _viewed_axis(before: Sequence[int], after: Sequence[int], axis: TokenAxis, length: int) -> TokenAxis:
+    """The token axis of a view: the one whose elements are as far apart as before."""
+    inner = torch.Size(before[axis.dim :][1:]).numel()
     for dim in range(-1, -len(after) - 1, -1):
         if torch.Size(after[dim:][1:]).numel() == inner and after[dim] % length == 0 and after[dim]:
-            return Positions(dim, after[dim] // length)
-    raise MixedError
+            return TokenAxis(dim, after[dim] // length)
+    raise MixesTokensError
 
 
-def _product_positions(call: Call, moving: Sequence[Positions], causal: bool) -> Positions:
+def _product_axis(call: Call, moving: Sequence[TokenAxis], causal: bool) -> TokenAxis:
     """Rows of the left matrices, columns of the right ones, and, in causal models, keys as rows."""
-    by_side = dict(zip(call.positions, moving, strict=True))
-    if any(at.outer > 1 for at in moving):
-        raise MixedError
-    left, right = (by_side[side].dim if side in by_side else None for side in (0, 1))
+    sides = dict(zip(call.argument_indices, moving, strict=True))
+    if any(axis.outer > 1 for axis in moving):
+        raise MixesTokensError
+    left, right = (sides[side].dim if side in sides else None for side in (0, 1))
     if (left, right) == (-2, None):
-        return Positions(-2)
+        return ROWS
     if (left, right) == (None, -1):
-        return Positions(-1)
+        return COLUMNS
     if causal and left in (-2, None) and right in (-1, -2):
-        return Positions(-2)
-    raise MixedError
+        return ROWS
+    raise MixesTokensError
 
 
-def _compared(
-    call: Call, at: dict[int, Positions], window: Window, shapes: Sequence[tuple[int, ...]]
-) -> dict[int, Positions]:
-    """Run the operator on the window: the axis that has become shorter holds the positions."""
-    narrow = _narrow_arguments(call, at, window)
-    args, kwargs = tree_unflatten(narrow, call.spec)
+def _axes_by_trial(
+    call: Call, axes: Mapping[int, TokenAxis], window: Window, shapes: Sequence[tuple[int, ...]]
+) -> dict[int, TokenAxis]:
+    """Run the operator on the window: the axis that becomes shorter is the token axis."""
+    args, kwargs = tree_unflatten(_narrowed_arguments(call, axes, window), call.spec)
     outs = [value for value in tree_flatten(call.function(*args, **kwargs))[0] if isinstance(value, Tensor)]
     found = {}
     for variable, out in zip(call.outputs, outs, strict=True):
-        whole = shapes[variable]
         if call.name == "native_layer_norm" and variable != call.outputs[0]:
             continue
-        changed = [dim for dim in range(-len(whole), 0) if whole[dim] != out.shape[dim]]
-        if len(changed) != 1 or whole[changed[0]] % window.length:
-            raise MixedError
-        at_out = Positions(changed[0], whole[changed[0]] // window.length)
-        if window.shape(whole, at_out) != tuple(out.shape):
-            raise MixedError
-        found[variable] = at_out
+        found[variable] = _shortened_axis(shapes[variable], out.shape, window)
     return found
 
 
-def _narrow_arguments(call: Call, at: dict[int, Positions], window: Window) -> list[Any]:
-    """The arguments of a call on the window; fixed tensors are narrowed where they have positions."""
+def _shortened_axis(whole: tuple[int, ...], part: Sequence[int], window: Window) -> TokenAxis:
+    changed = [dim for dim in range(-len(whole), 0) if whole[dim] != part[dim]]
+    if len(changed) != 1 or whole[changed[0]] % window.length:
+        raise MixesTokensError
+    axis = TokenAxis(changed[0], whole[changed[0]] // window.length)
+    if window.shape(whole, axis) != tuple(part):
+        raise MixesTokensError
+    return axis
+
+
+def _narrowed_arguments(call: Call, axes: Mapping[int, TokenAxis], window: Window) -> list[Any]:
+    """The arguments of a call on the window. Fixed tensors are narrowed where they broadcast against
+    tokens.
+    """
     flat = list(call.flat)
-    located = [at[variable] for variable in call.inputs]
-    for position, where in zip(call.positions, located, strict=True):
-        flat[position] = window.narrow(flat[position], where)
+    moving = [axes[variable] for variable in call.inputs]
+    for index, axis in zip(call.argument_indices, moving, strict=True):
+        flat[index] = window.narrow(flat[index], axis)
     if call.name in ELEMENTWISE | {"add", "sub", "mul", "div", "cat", "stack"}:
-        if len(set(located)) > 1:
-            raise MixedError
-        for position, value in enumerate(flat):
-            if isinstance(value, Tensor) and position not in call.positions:
-                flat[position] = _aligned_part(value, located[0], window)
+        if len(set(moving)) > 1:
+            raise MixesTokensError
+        for index, value in enumerate(flat):
+            if isinstance(value, Tensor) and index not in call.argument_indices:
+                flat[index] = _aligned_part(value, moving[0], window)
     return flat
 
 
-def _aligned_part(value: Tensor, at: Positions, window: Window) -> Tensor:
-    """The window of a fixed tensor that is broadcast against positions."""
-    if value.dim() < -at.dim or value.shape[at.dim] == 1:
+def _aligned_part(value: Tensor, axis: TokenAxis, window: Window) -> Tensor:
+    """The window of a fixed tensor that is broadcast against tokens."""
+    if value.dim() < -axis.dim or value.shape[axis.dim] == 1:
         return value
-    if value.shape[at.dim] != at.outer * window.length:
-        raise MixedError
-    return window.narrow(value, at)
+    if value.shape[axis.dim] != axis.outer * window.length:
+        raise MixesTokensError
+    return window.narrow(value, axis)
 
 
 # --- narrowing operators ---------------------------------------------------------------------------
 
 
-def narrowed(call: Call, at: dict[int, Positions], window: Window) -> Call:
+def narrowed(call: Call, axes: Mapping[int, TokenAxis], window: Window) -> Call:
     """The call on the window."""
-    shape = window.shape(call.shape, at[call.outputs[0]])
+    shape = window.shape(call.shape, axes[call.outputs[0]])
     if isinstance(call.rule, TokenJacobians):
-        rule = call.rule.at(window.start, window.width)
-        return replace(call, shape=shape, rule=rule, flops=call.flops * window.width // window.length)
+        jacobians = call.rule.at(window.start, window.width)
+        flops = None if call.flops is None else call.flops * window.width // window.length
+        return replace(call, shape=shape, rule=jacobians, flops=flops)
     if call.name == "bmm":
-        rule = _NarrowProduct(at, window)
-        return replace(call, shape=shape, versions=[], rule=rule)
-    return replace(call, flat=_narrow_arguments(call, at, window), shape=shape, versions=[])
+        return replace(call, shape=shape, versions=[], rule=_NarrowProduct(axes, window))
+    return replace(call, flat=_narrowed_arguments(call, axes, window), shape=shape, versions=[])
 
 
 @dataclass(frozen=True)
 class _NarrowProduct:
     """The rule of ``bmm`` on a window."""
 
-    at: dict[int, Positions]
+    axes: Mapping[int, TokenAxis]
     window: Window
 
     def __call__(self, call: Call) -> Push:
         left, right = call.args
         sides = {
-            position: self.at[variable].dim
-            for position, variable in zip(call.positions, call.inputs, strict=True)
+            index: self.axes[variable]
+            for index, variable in zip(call.argument_indices, call.inputs, strict=True)
         }
-        rows = self.at[call.outputs[0]].dim == -2
-        keys = self.window.narrow(left, Positions(-2)) if rows else left
-        if sides.get(1) == -2:
-            keys = self.window.narrow(keys, Positions(-1))
-        if rows and sides.get(1) == -1:
-            return product_push(call, keys, right, lambda term: self.window.widen(term, Positions(-1)))
+        rows = self.axes[call.outputs[0]].dim == -2
+        keys = self.window.narrow(left, ROWS) if rows else left
+        if 1 in sides and sides[1].dim == -2:
+            keys = self.window.narrow(keys, COLUMNS)
+        if rows and 1 in sides and sides[1].dim == -1:
+            return product_push(call, keys, right, lambda term: self.window.widen(term, COLUMNS))
         return product_push(call, keys, right)

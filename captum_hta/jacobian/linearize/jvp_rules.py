@@ -1,12 +1,12 @@
-"""The linear map that each operator's derivative is, with its coefficients computed once.
+"""JVP rules: the derivative of each operator as a linear map whose coefficients are computed once.
 
-A rule takes a recorded call and gives the function that pushes a stack of tangents ``[n, *shape]`` of
-the arguments that move to a stack of tangents of the output. Operators without a rule of their own take
+A rule takes a recorded call and returns a function that maps a stack of tangents ``[n, *shape]`` for each
+argument with a tangent to a stack of tangents of the output. Operators without a rule of their own use
 ``vmap`` of PyTorch's forward derivative.
 
-Rules hand on stacks that lie in memory with ``n`` before the last axis, ``[*shape[:-1], n, shape[-1]]``:
-the tangents of a token are the rows of one matrix, so that a product for each token, or for each head and
-query, takes and gives whole blocks. Stacks that lie otherwise are right too, and copied.
+Rules return stacks stored in memory as ``[*shape[:-1], n, shape[-1]]``: the tangents of one token are then
+the rows of one matrix, so that a product per token, or per head and query, reads and writes contiguous
+blocks. Other layouts are also correct, but are copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from captum_hta.jacobian.linearize.recorder import Call, NotLinearizableError
-from captum_hta.jacobian.torch_internals import tree_unflatten
 
 aten = torch.ops.aten
 Push = Callable[..., Any]
@@ -28,7 +27,16 @@ Rule = Callable[[Call], Push]
 
 
 def push_of(call: Call, read: set[int]) -> Push:
-    """The rule of an operator; rules give the first output, so where others are read: the general one."""
+    """The push function of an operator.
+
+    Args:
+        call: The operator.
+        read: The variables that are read later. A rule gives the tangent of the first output alone, so the
+            general rule is used where others are read.
+
+    Raises:
+        NotLinearizableError: If the operator has no forward derivative.
+    """
     if call.rule is not None:
         return call.rule(call)
     if read.intersection(call.outputs[1:]) and call.name not in _LINEAR:
@@ -54,7 +62,7 @@ def _generic(call: Call) -> Push:
 
 
 def _filled(tangents: Sequence[Tensor | None], primals: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros where an argument does not move."""
+    """The tangents, with zeros for arguments that have none."""
     count = next(len(tangent) for tangent in tangents if tangent is not None)
     return [
         primal.new_zeros(count, *primal.shape) if tangent is None else tangent
@@ -63,7 +71,7 @@ def _filled(tangents: Sequence[Tensor | None], primals: Sequence[Tensor]) -> lis
 
 
 def _linear(call: Call) -> Push:
-    """Operators that are linear in all their tensors together, such as ``cat``: fixed ones are zero."""
+    """Operators that are linear in all their tensors jointly, such as ``cat``: fixed tensors become zero."""
     primals = call.primals
     fixed = replace(call, flat=[_without_value(value) for value in call.flat])
     mapped = torch.func.vmap(fixed.apply)
@@ -84,17 +92,17 @@ def _cast(call: Call) -> Push:
 
 
 def inner(stack: Tensor) -> Tensor:
-    """``[*shape[:-1], n, shape[-1]]`` of ``[n, *shape]``, as stacks lie in memory."""
+    """A stack ``[n, *shape]`` with its axes in the order of memory: ``[*shape[:-1], n, shape[-1]]``."""
     return stack.movedim(0, -2)
 
 
 def outer(rows: Tensor) -> Tensor:
-    """``[n, *shape]`` of ``[*shape[:-1], n, shape[-1]]``."""
+    """The inverse of :func:`inner`: ``[n, *shape]`` from ``[*shape[:-1], n, shape[-1]]``."""
     return rows.movedim(-2, 0)
 
 
 def _view(call: Call) -> Push:
-    """Axes at the end that hold as many elements before as after stay behind ``n`` in memory."""
+    """Reshape; the trailing axes that hold equally many elements before and after stay behind ``n``."""
     if isinstance(call.args[1], torch.dtype):
         return _generic(call)
     before, shape = call.args[0].shape, call.shape
@@ -111,7 +119,7 @@ def _view(call: Call) -> Push:
 
 
 def _common_tail(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
-    """How many axes at the end of two shapes hold equally many elements: the fewest, at least one each."""
+    """The smallest numbers of trailing axes, at least one each, with equally many elements."""
     for old in range(1, len(before) + 1):
         for new in range(1, len(after) + 1):
             if math.prod(before[-old:]) == math.prod(after[-new:]):
@@ -120,7 +128,7 @@ def _common_tail(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]
 
 
 def _dims(call: Call) -> list[int]:
-    """The dimensions that a transposition names, counted from the end so that a stack may lead."""
+    """The dimensions of a transposition, counted from the end, which a leading stack axis does not shift."""
     dims = call.args[1:] if call.name == "transpose" else call.args[1]
     rank = call.args[0].dim()
     return [dim if dim < 0 else dim - rank for dim in dims]
@@ -144,26 +152,21 @@ def _expand(call: Call) -> Push:
 
 
 def _aligned(tangent: Tensor, rank: int) -> Tensor:
-    """Insert dimensions behind the stack, so that the rest broadcasts as the primal did."""
+    """Insert axes after the stack axis, so that the rest broadcasts as the primal did."""
     missing = rank + 1 - tangent.dim()
     return tangent.reshape(len(tangent), *(1,) * missing, *tangent.shape[1:]) if missing else tangent
 
 
 def _weighted_sum(call: Call, weights: Sequence[Any]) -> Push:
-    """``sum_k weights[k] * tangent[k]``, broadcast to the output; a weight of ``None`` stands for one."""
+    """``sum_k weights[k] * tangent[k]``, broadcast to the output; ``None`` means a weight of one."""
     shape, dtype = call.shape, call.dtype
 
     def push(*tangents: Tensor | None) -> Tensor:
-        total = None
+        total: Tensor | None = None
         for tangent, weight in zip(tangents, weights, strict=True):
-            if tangent is None:
-                continue
-            term = _aligned(tangent, len(shape))
-            if total is not None and isinstance(weight, Tensor):
-                total = torch.addcmul(total, term, weight)
-                continue
-            term = term if weight is None else term * weight
-            total = term if total is None else total + term
+            if tangent is not None:
+                total = _plus_weighted(total, _aligned(tangent, len(shape)), weight)
+        assert total is not None  # a push gets one tangent at least
         if total.shape[1:] != torch.Size(shape):
             total = total.expand(len(total), *shape)
         return total.to(dtype)
@@ -171,28 +174,35 @@ def _weighted_sum(call: Call, weights: Sequence[Any]) -> Push:
     return push
 
 
+def _plus_weighted(total: Tensor | None, term: Tensor, weight: Any) -> Tensor:
+    if total is not None and isinstance(weight, Tensor):
+        return torch.addcmul(total, term, weight)
+    weighted: Tensor = term if weight is None else term * weight
+    return weighted if total is None else total + weighted
+
+
 def _add(call: Call) -> Push:
     sign = -1 if call.name == "sub" else 1
-    alpha = sign * tree_unflatten(call.flat, call.spec)[1].get("alpha", 1)
-    weights = [None if position == 0 or alpha == 1 else alpha for position in call.positions]
+    alpha = sign * call.kwargs.get("alpha", 1)
+    weights = [None if index == 0 or alpha == 1 else alpha for index in call.argument_indices]
     return _weighted_sum(call, weights)
 
 
 def _multiply(call: Call) -> Push:
     args = call.args
-    return _weighted_sum(call, [args[1 - position] for position in call.positions])
+    return _weighted_sum(call, [args[1 - index] for index in call.argument_indices])
 
 
 def _divide(call: Call) -> Push:
     args = call.args
-    if len(args) != 2 or call.positions != [0] or len(call.flat) != 2:
+    if len(args) != 2 or call.argument_indices != [0] or len(call.flat) != 2:
         return _elementwise(call)
     divisor = args[1]
     return _weighted_sum(call, [1 / divisor])
 
 
 def _elementwise(call: Call) -> Push:
-    """Operators that act on each element: the weight is the derivative there, by a tangent of ones."""
+    """Elementwise operators: the weights are the derivatives, found with tangents of ones."""
     primals = call.primals
     weights = []
     for moved in range(len(primals)):
@@ -202,7 +212,7 @@ def _elementwise(call: Call) -> Push:
 
 
 def _matrix_product(call: Call) -> Push:
-    """``mm``: a fixed matrix on one side makes a single product of the whole stack."""
+    """``mm``: with a fixed matrix on one side, one product for the whole stack."""
     left, right = (value[None] for value in call.args)
 
     def lifted(tangent: Tensor | None) -> Tensor | None:
@@ -213,9 +223,8 @@ def _matrix_product(call: Call) -> Push:
 
 
 def _affine_product(call: Call) -> Push:
-    """``addmm`` with a bias and a matrix that do not move and unit factors: a linear layer."""
-    kwargs = tree_unflatten(call.flat, call.spec)[1]
-    if kwargs or call.positions != [1]:
+    """``addmm`` with a fixed bias, a fixed matrix and factors of one: a linear layer."""
+    if call.kwargs or call.argument_indices != [1]:
         return _generic(call)
     _, left, right = call.args
     width = left.shape[1]
@@ -237,26 +246,23 @@ def product_push(
     r"""``bmm``: :math:`d(AB) = dA\,B + A\,dB`, each as one product per matrix of the batch.
 
     Args:
-        call: Which of the two move.
-        left: ``A``, as the tangents of ``B`` meet it.
+        call: The operator, which tells which of the two have tangents.
+        left: ``A``, as it is multiplied by the tangents of ``B``.
         right: ``B``.
-        place: Puts :math:`A\,dB` where it belongs in the result.
+        place: Puts :math:`A\,dB` in its place in the result.
     """
 
-    def push(*tangents: Tensor | None) -> Tensor:
-        moved = dict(zip(call.positions, tangents, strict=True))
-        total = None
-        if moved.get(1) is not None:
-            total = place(_fixed_left(left, moved[1]))
-        if moved.get(0) is not None:
-            total = _fixed_right(moved[0], right, total)
-        return total
+    def push(*tangents: Tensor | None) -> Tensor | None:
+        moved = dict(zip(call.argument_indices, tangents, strict=True))
+        d_left, d_right = moved.get(0), moved.get(1)
+        total = None if d_right is None else place(_fixed_left(left, d_right))
+        return total if d_left is None else _fixed_right(d_left, right, total)
 
     return push
 
 
 def _fixed_right(stack: Tensor, fixed: Tensor, total: Tensor | None) -> Tensor:
-    """``total + [n, batch, rows, inner] @ [batch, inner, columns]``, the rows and the stack as one axis."""
+    """``total + [n, batch, rows, inner] @ [batch, inner, columns]``, rows and stack merged into one axis."""
     count, batch, rows, depth = stack.shape
     tall = inner(stack).reshape(batch, rows * count, depth)
     if total is not None and inner(total).is_contiguous():
@@ -267,9 +273,9 @@ def _fixed_right(stack: Tensor, fixed: Tensor, total: Tensor | None) -> Tensor:
 
 
 def _fixed_left(fixed: Tensor, stack: Tensor) -> Tensor:
-    """``[batch, rows, inner] @ [n, batch, inner, columns]``, the stack and the columns as one axis."""
+    """``[batch, rows, inner] @ [n, batch, inner, columns]``, stack and columns merged into one axis."""
     count, batch, depth, columns = stack.shape
-    if stack.stride(-1) > stack.stride(-2):  # a transposed one, such as keys
+    if stack.stride(-1) > stack.stride(-2):  # transposed matrices, such as keys
         wide = stack.mT.movedim(0, 1).reshape(batch, count * columns, depth).mT
     else:
         wide = inner(stack).reshape(batch, depth, count * columns)
@@ -295,7 +301,7 @@ def _layer_norm(call: Call) -> Push:
 
     Without :math:`\gamma` the Jacobian is symmetric, so PyTorch's fused backward kernel applies it.
     """
-    if call.positions != [0]:
+    if call.argument_indices != [0]:
         return _generic(call)
     x, shape, weight, _, eps = call.args
     _, mean, inverse = torch.native_layer_norm(x, shape, None, None, eps)
@@ -318,7 +324,7 @@ def _layer_norm(call: Call) -> Push:
 
 
 def _copies(value: Tensor, count: int, place: int) -> Tensor:
-    """``count`` copies along a new axis."""
+    """``count`` copies along a new axis at ``place``."""
     shape = list(value.shape)
     return value.unsqueeze(place).expand(*shape[:place], count, *shape[place:]).contiguous()
 

@@ -2,8 +2,8 @@ r"""The derivative of one forward pass, as a list of linear maps that tangents a
 
 :class:`Linearization` turns each recorded operator into the linear map of its derivative at the recorded
 point, with every coefficient (softmax rows, normalised activations, derivatives of activation functions)
-computed once. Pushing tangents then costs the matrix products of a forward pass and little else; nothing
-of the primal is computed again.
+computed once. Pushing a tangent then costs the matrix products of a forward pass and little else; no primal
+value is computed again.
 
 Forward-mode differentiation as in Griewank and Walther, *Evaluating Derivatives*, 2nd ed., section 3.1;
 the separation of linearisation from evaluation as in ``jax.linearize``. ``torch.func.linearize`` does
@@ -26,14 +26,14 @@ class Linearization:
     r"""The derivative of the recorded targets with respect to the recorded sources.
 
     Args:
-        calls: The operators of a forward pass that has ended.
+        calls: The recorded operators of a complete forward pass.
         shapes: The shape of every variable.
         sources: The variables that tangents enter at.
-        targets: The variables whose tangents are asked for.
+        targets: The variables whose tangents are wanted.
 
     Raises:
-        NotLinearizableError: If an operator between a source and a target was changed in place later, or
-            has no forward derivative.
+        NotLinearizableError: If an operator between a source and a target has no forward derivative, or an
+            argument of it was changed in place later.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Linearization:
         self.shapes = shapes
 
     def reached(self) -> set[int]:
-        """The variables that some source can change."""
+        """The variables on a path from a source to a target."""
         return set(self.sources).union(*(call.outputs for call in self.calls))
 
     def widest(self) -> int:
-        """Elements of the largest tangent on the way, for one tangent."""
+        """Elements of the largest intermediate tangent, for a stack of one."""
         return max((numel(call.shape) for call in self.calls), default=0)
 
     def flops(self, target: int | None = None) -> int:
-        """Floating-point operations of the matrix products for one tangent, up to ``target``."""
+        """Floating-point operations of the matrix products for one tangent; with ``target``, up to it."""
         calls = self.calls if target is None else between(self.calls, self.sources, (target,))
         return sum(flops_of(call) for call in calls)
 
@@ -69,8 +69,8 @@ class Linearization:
         r"""Push a stack of tangents through the model.
 
         Args:
-            tangents: For each source variable a tensor ``[n, *source shape]``; sources that are left
-                out do not move.
+            tangents: For each source variable a tensor ``[n, *source shape]``; the tangents of sources that
+                are left out are zero.
 
         Yields:
             ``(target, tangent)`` with the tangent ``[n, *target shape]``, in the order in which the
@@ -110,7 +110,7 @@ class Linearization:
 
 
 def between(calls: Sequence[Call], sources: Sequence[int], targets: Sequence[int]) -> list[Call]:
-    """The calls that lie on a path from a source to a target."""
+    """The calls on a path from a source to a target."""
     needed, kept = set(targets), []
     for call in reversed(calls):
         if needed.intersection(call.outputs):
@@ -130,15 +130,13 @@ def numel(shape: Sequence[int]) -> int:
 
 
 def flops_of(call: Call) -> int:
-    """Multiply-adds, as two operations each, of a matrix product for one tangent of each argument."""
+    """Floating-point operations of a matrix product for one tangent of each argument; zero for other
+    operators. A multiply-add is two.
+    """
     if call.flops is not None:
         return call.flops
     if call.name not in ("mm", "addmm", "bmm", "baddbmm"):
         return 0
     left, right = call.args[-2:]
     shared = left.shape[-1]
-    return sum(
-        2 * numel(call.shape) * shared
-        for position in call.positions
-        if call.flat[position] is left or call.flat[position] is right
-    )
+    return sum(2 * numel(call.shape) * shared for primal in call.primals if primal is left or primal is right)

@@ -1,6 +1,6 @@
-"""What a forward pass does to tensors that depend on a source: a list of operators.
+"""What a forward pass does to the tensors that depend on a source, as a list of operators.
 
-A :class:`Recorder` watches the ATen operators below autograd, so any model in eager PyTorch will do.
+A :class:`Recorder` sees the ATen operators below autograd, so it works for any model in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn import Module
 from captum_hta.jacobian.torch_internals import (
     BATCH_NORM_OPERATORS,
     TorchDispatchMode,
+    TreeSpec,
     functional_variant,
     is_batch_norm,
     operator_name,
@@ -35,22 +36,30 @@ BATCH_STATISTICS = (
 
 
 class NotLinearizableError(RuntimeError):
-    """The forward pass holds something whose forward derivative cannot be recorded."""
+    """An operator of the forward pass has no forward derivative, or cannot be recorded."""
 
 
 @dataclass
 class Call:
     """One operator of the forward pass that depends on a source.
 
-    ``flat`` holds all its arguments in the order of the pytree ``spec``; ``positions`` says which of
-    them carry a tangent and ``inputs`` which variable each of those is. ``outputs`` names the variable
-    of each output tensor. ``rule`` and ``flops`` take the place of the operator's own.
+    Attributes:
+        function: The ATen operator.
+        flat: All its arguments, in the order of the pytree ``spec``.
+        spec: The structure of the arguments.
+        argument_indices: The indices in ``flat`` of the arguments that carry a tangent.
+        inputs: The variable of each of those arguments.
+        outputs: The variable of each output tensor.
+        shape, dtype: Those of the first output.
+        versions: Tensors among the arguments with their version counters, which show later changes in place.
+        rule: Takes the place of the operator's own JVP rule.
+        flops: Takes the place of the operator's own count of operations.
     """
 
     function: Any
     flat: list[Any]
-    spec: Any
-    positions: list[int]
+    spec: TreeSpec
+    argument_indices: list[int]
     inputs: list[int]
     outputs: list[int]
     shape: tuple[int, ...]
@@ -65,33 +74,38 @@ class Call:
         return tree_unflatten(self.flat, self.spec)[0]
 
     @property
+    def kwargs(self) -> Any:
+        """The keyword arguments."""
+        return tree_unflatten(self.flat, self.spec)[1]
+
+    @property
     def primals(self) -> tuple[Tensor, ...]:
         """The values of the arguments that carry a tangent."""
-        return tuple(self.flat[position] for position in self.positions)
+        return tuple(self.flat[index] for index in self.argument_indices)
 
     @property
     def name(self) -> str:
-        """The operator's name in ATen, such as ``addmm``."""
+        """The operator's name in ATen, such as ``addmm``; other libraries' with their namespace."""
         return operator_name(self.function)
 
     def apply(self, *values: Tensor) -> Any:
         """The operator as a function of those of its arguments that carry a tangent."""
         flat = list(self.flat)
-        for position, value in zip(self.positions, values, strict=True):
-            flat[position] = value
+        for index, value in zip(self.argument_indices, values, strict=True):
+            flat[index] = value
         args, kwargs = tree_unflatten(flat, self.spec)
         return self.function(*args, **kwargs)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch gives it no types
     """Records the operators that depend on tensors marked with :meth:`mark_source`.
 
-    Use as a context manager around a forward pass under ``torch.no_grad()``. Python objects of tensors
-    are kept alive until the recorder is dropped, so that identity names a variable.
+    Use as a context manager around a forward pass under ``torch.no_grad()``. Tensors are identified by their
+    Python objects, which the recorder keeps alive.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self._variable: dict[int, int] = {}
         self._alive: list[Tensor] = []
@@ -106,7 +120,7 @@ class Recorder(TorchDispatchMode):
         """The variable of ``tensor``, or ``None`` if it depends on no source.
 
         Raises:
-            NotLinearizableError: If that cannot be told, because ``tensor`` was written to in place.
+            NotLinearizableError: If the variable is unknown, because ``tensor`` was changed in place.
         """
         self._refuse_stale("the target", [tensor])
         return self._variable.get(id(tensor))
@@ -122,21 +136,21 @@ class Recorder(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         self._refuse_stale(function, tensors)
-        positions = [index for index, value in enumerate(flat) if self._moves(value)]
-        if not positions or function is aten.detach.default:
+        tracked = [index for index, value in enumerate(flat) if self._is_tracked(value)]
+        if not tracked or function is aten.detach.default:
             out = function(*args, **(kwargs or {}))
         else:
-            out = self._record(function, flat, spec, positions)
+            out = self._record(function, flat, spec, tracked)
         self._keep_aliases(out)
         return out
 
-    def _moves(self, value: Any) -> bool:
+    def _is_tracked(self, value: Any) -> bool:
         return isinstance(value, Tensor) and id(value) in self._variable
 
-    def _record(self, function: Any, flat: list[Any], spec: Any, positions: list[int]) -> Any:
-        """Run an operator that depends on a source, and note it."""
+    def _record(self, function: Any, flat: list[Any], spec: TreeSpec, argument_indices: list[int]) -> Any:
+        """Run and record an operator that depends on a source."""
         args, kwargs = tree_unflatten(flat, spec)
-        inputs = [self._variable[id(flat[position])] for position in positions]
+        inputs = [self._variable[id(flat[index])] for index in argument_indices]
         writes = writes_to_arguments(function)
         recorded = _functional(function) if writes else function
         if writes:
@@ -154,7 +168,7 @@ class Recorder(TorchDispatchMode):
             self._note_mutation(args[0])
         bound = [self._bind(value) for value in outputs]
         shape, dtype = tuple(outputs[0].shape), outputs[0].dtype
-        self.calls.append(Call(recorded, flat, spec, positions, inputs, bound, shape, dtype, versions))
+        self.calls.append(Call(recorded, flat, spec, argument_indices, inputs, bound, shape, dtype, versions))
         return out
 
     def _note_mutation(self, tensor: Tensor) -> None:
@@ -162,7 +176,7 @@ class Recorder(TorchDispatchMode):
         self._mutated[storage_identity(tensor)] = {id(tensor)}
 
     def _keep_aliases(self, out: Any) -> None:
-        """Let views of a tensor that was changed in place be used as that tensor is."""
+        """A view made after a change in place is up to date, like the tensor that was changed."""
         if not self._mutated:
             return
         for value in tree_flatten(out)[0]:
@@ -183,8 +197,8 @@ class Recorder(TorchDispatchMode):
                 )
 
 
-class TrainingWatch(TorchDispatchMode):
-    """Refuses a forward pass of a model in training mode, with an active dropout or batch statistics."""
+class TrainingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses a forward pass of a model in training mode: with an active dropout or batch statistics."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         refuse_training(function, args)
@@ -192,15 +206,22 @@ class TrainingWatch(TorchDispatchMode):
 
 
 def refuse_batch_statistics(model: Module) -> None:
-    """Raise a ``ValueError`` before a batch normalisation in training mode changes anything."""
+    """Check before the forward pass, which would change running statistics, that there are none to change.
+
+    Raises:
+        ValueError: If a batch normalisation is in training mode.
+    """
     for module in model.modules():
         if is_batch_norm(module) and module.training:
             raise ValueError(BATCH_STATISTICS)
 
 
 def refuse_training(function: Any, args: Sequence[Any]) -> None:
-    """Raise a ``ValueError`` if an operator is the work of an active dropout, or of a batch normalisation
-    that takes the statistics of the batch.
+    """Check that an operator is not one of training mode.
+
+    Raises:
+        ValueError: If it belongs to an active dropout, or to a batch normalisation that takes the statistics
+            of the batch.
     """
     if function.overloadpacket in BATCH_NORM_OPERATORS and any(value is True for value in args):
         raise ValueError(BATCH_STATISTICS)

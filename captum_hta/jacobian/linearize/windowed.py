@@ -1,14 +1,14 @@
-"""Tangents of a few positions, carried at those positions alone for as long as that is right.
+"""Tangents stored only at the tokens where they can differ from zero.
 
-A tangent of one source token is zero at every other token until an operator mixes positions, and in a
-causal model it is zero before its token throughout. A :class:`WindowedLinearization` finds which axis of
-each variable holds the positions, narrows the operators to the positions that can move, and so saves
-most of the first block's projections and about half of a causal model.
+A tangent of one source token is zero at every other token until an operator mixes tokens, and in causal
+models it is zero before its token throughout. A :class:`WindowedLinearization` finds the token axis of each
+variable and narrows the operators to a window of tokens, which saves most of the first block's projections
+and about half of a causal model.
 
-Nothing is taken on trust: random tangents are pushed both ways when it is made, for every window, and the
-windows are given up if the results differ.
+The windows are verified when it is created: random tangents are pushed through them and through the whole
+derivative, and the windows are given up if the results differ.
 
-Where many tangents are to come, the token-wise segments on their way are collapsed first; see
+For many tangents, the token-wise segments on their way are collapsed first; see
 :mod:`captum_hta.jacobian.linearize.tokenwise`.
 """
 
@@ -19,7 +19,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from captum_hta.jacobian.linearize.axes import MixedError, Positions, Window, narrowed, positions_of
+from captum_hta.jacobian.linearize.axes import (
+    ROWS,
+    MixesTokensError,
+    TokenAxis,
+    Window,
+    narrowed,
+    token_axes,
+)
 from captum_hta.jacobian.linearize.linearization import Linearization, between, flops_of, numel
 from captum_hta.jacobian.linearize.recorder import Call
 from captum_hta.jacobian.linearize.tokenwise import (
@@ -36,54 +43,63 @@ from captum_hta.jacobian.linearize.tokenwise import (
 from captum_hta.jacobian.plan import chunk_size, memory_budget
 
 STEPS = 8
-"""A causal model is narrowed to this many starting positions at most."""
+"""Largest number of different windows of a causal model."""
 
 
 class WindowedLinearization:
-    """A linearisation whose tangents start at a few tokens of one source.
+    """A linearization for tangents that start at a few tokens of one source.
 
     Args:
         whole: The derivative.
-        source: One of its source variables, with the value ``[batch, position, width]``.
+        source: One of its source variables, of shape ``[batch, position, width]``.
+
+    Attributes:
+        axes: The token axis of each variable for which it is known.
+        causal: Whether tangents stay zero before their token.
+        segments: The token-wise segments that may be collapsed.
     """
 
     def __init__(self, whole: Linearization, source: int) -> None:
         self.whole, self.source = whole, source
         self.length = whole.shapes[source][1]
-        self.at: dict[int, Positions] = {source: Positions(-2)}
-        tokenwise = self._locate(whole.calls, causal=False)
+        self.axes: dict[int, TokenAxis] = {source: ROWS}
+        tokenwise = self._follow(whole.calls, causal=False)
         self._prefix = [call for index, call in enumerate(whole.calls) if index in tokenwise]
         self._rest = [call for index, call in enumerate(whole.calls) if index not in tokenwise]
         self._border = self._border_variables()
-        self._located = dict(self.at)
-        self.causal = len(self._locate(self._rest, causal=True)) == len(self._rest)
+        self._axes_before_mixing = dict(self.axes)
+        self.causal = len(self._follow(self._rest, causal=True)) == len(self._rest)
         self._cache: dict[tuple[str, int, int], Linearization] = {}
-        self._give_up_what_does_not_hold()
-        self._segments = [segment for segment in self._found_segments() if self._is_followed(segment)]
         self._collapsed: dict[int, tuple[Segment, TokenJacobians]] = {}
         self._onward = self._rest
+        self._give_up_unproven_windows()
+        found = segments(self._rest, whole.shapes, self.length, whole.targets)
+        self.segments = [segment for segment in found if self._is_followed(segment)]
+
+    @property
+    def collapsed(self) -> list[Segment]:
+        """The segments that have been collapsed so far."""
+        return [segment for segment, _ in self._collapsed.values()]
 
     def flops(self, target: int, count: int = 1) -> float:
-        """Operations for one tangent of one token up to ``target``, on average over the tokens, where
-        ``count`` tangents are pushed.
-        """
+        """Floating-point operations for one of ``count`` tangents up to ``target``, averaged over tokens."""
         calls = collapsed(self._rest, [(segment, None) for segment in self._worthwhile(count)])
         prefix = {id(call) for call in self._prefix}
         needed = between([*self._prefix, *calls], self.whole.sources, (target,))
         return sum(
-            flops_of(call) * (1 / self.length if id(call) in prefix else self._share) for call in needed
+            flops_of(call) * (1 / self.length if id(call) in prefix else self.share) for call in needed
         )
 
     def preparation_flops(self, count: int) -> float:
-        """Operations spent before the first of ``count`` tangents."""
+        """Floating-point operations before the first of ``count`` tangents."""
         return sum(segment.preparation_flops for segment in self._worthwhile(count))
 
     def preparation_elements(self, count: int) -> int:
-        """Numbers kept for ``count`` tangents."""
+        """Elements of the Jacobians that are kept for ``count`` tangents."""
         return sum(segment.elements for segment in self._worthwhile(count))
 
     def widest(self, count: int) -> int:
-        """Elements of the largest tangent on the way, for one of ``count`` tangents."""
+        """Elements of the largest intermediate tangent, for one of ``count`` tangents."""
         return self._widest(self._worthwhile(count))
 
     def _widest(self, chosen: Sequence[Segment]) -> int:
@@ -91,12 +107,12 @@ class WindowedLinearization:
         return max((numel(call.shape) for call in calls), default=0)
 
     def prepare(self, count: int) -> None:
-        """Collapse what pays for ``count`` more tangents."""
+        """Collapse the segments for which that pays off with ``count`` more tangents."""
         fresh = [segment for segment in self._worthwhile(count) if segment.exit not in self._collapsed]
         for segment in fresh:
             rule = token_jacobians(segment, self.whole.shapes)
             if rule is None:
-                self._segments.remove(segment)
+                self.segments.remove(segment)
             else:
                 self._collapsed[segment.exit] = (segment, rule)
         if fresh:
@@ -104,36 +120,33 @@ class WindowedLinearization:
             self._cache.clear()
 
     @property
-    def _share(self) -> float:
-        """The part of the positions that the windows of a causal model hold, on average."""
+    def share(self) -> float:
+        """The average share of the tokens that a window holds, after tokens are mixed."""
         return causal_share(self.length) if self.causal else 1.0
-
-    def _found_segments(self) -> list[Segment]:
-        return segments(self._rest, self.whole.shapes, self.length, self.whole.targets)
 
     def _is_followed(self, segment: Segment) -> bool:
         """Whether a window of the segment is a window of its Jacobians."""
-        ends = (self.at.get(segment.entry), self.at.get(segment.exit))
-        return not self.causal or ends == (Positions(-2), Positions(-2))
+        ends = (self.axes.get(segment.entry), self.axes.get(segment.exit))
+        return not self.causal or ends == (ROWS, ROWS)
 
     def _worthwhile(self, count: int) -> list[Segment]:
-        """The segments to collapse for ``count`` tangents, those that already are among them."""
-        if not self._segments:
+        """The segments to collapse for ``count`` tangents, including those that already are."""
+        if not self.segments:
             return []
-        known = [segment for segment, _ in self._collapsed.values()]
-        others = [segment for segment in self._segments if segment.exit not in self._collapsed]
+        known = self.collapsed
+        others = [segment for segment in self.segments if segment.exit not in self._collapsed]
         like = self.whole.calls[0].primals[0]
-        chunk = chunk_size(self._widest(self._segments) * like.element_size(), like.device)
+        chunk = chunk_size(self._widest(self.segments) * like.element_size(), like.device)
         room = COLLAPSED_MEMORY * memory_budget(like.device) / like.element_size()
         room -= sum(segment.elements for segment in known)
-        return [*known, *worthwhile(others, count * self._share, chunk, room)]
+        return [*known, *worthwhile(others, count * self.share, chunk, room)]
 
     def push(self, tangents: Tensor, tokens: range) -> Iterator[tuple[int, Tensor]]:
         """Push tangents of some tokens, after :meth:`prepare`.
 
         Args:
             tangents: ``[n, batch, len(tokens), width]``, zero at all other positions.
-            tokens: The tokens, from one to another.
+            tokens: The tokens, a range of step 1.
 
         Yields:
             ``(target, tangent)`` as :meth:`Linearization.push` does.
@@ -143,14 +156,14 @@ class WindowedLinearization:
         inner = Window(at_tokens.start - onward.start, at_tokens.stop - onward.start, onward.width)
         border = {}
         for variable, tangent in self._through_prefix(tangents, at_tokens):
-            border[variable] = inner.widen(tangent, self._located[variable])
+            border[variable] = inner.widen(tangent, self._axes_before_mixing[variable])
         for target in self.whole.targets:
-            if target in border and target in self._located:
-                yield target, onward.widen(border[target], self._located[target])
+            if target in border and target in self._axes_before_mixing:
+                yield target, onward.widen(border[target], self._axes_before_mixing[target])
         for target, tangent in self._through_rest(onward).push(border):
             if target not in border:
                 full = onward.width == self.length
-                yield target, tangent if full else onward.widen(tangent, self.at[target])
+                yield target, tangent if full else onward.widen(tangent, self.axes[target])
 
     def _start(self, token: int) -> int:
         if not self.causal:
@@ -172,50 +185,55 @@ class WindowedLinearization:
     def _narrowed(
         self, part: str, window: Window, calls: list[Call], sources: Sequence[int], targets: Sequence[int]
     ) -> Linearization:
-        """A part of the linearisation on a window; the last one of each part is kept."""
+        """A part of the linearization on a window; the last one of each part is cached."""
         key = (part, window.start, window.stop)
         if key not in self._cache:
             for other in [known for known in self._cache if known[0] == part]:
                 del self._cache[other]
             if window.width < self.length:
-                calls = [narrowed(call, self.at, window) for call in calls]
+                calls = [narrowed(call, self.axes, window) for call in calls]
             with torch.no_grad():
                 self._cache[key] = Linearization(calls, self.whole.shapes, sources, targets)
         return self._cache[key]
 
-    def _locate(self, calls: Sequence[Call], causal: bool) -> set[int]:
-        """Find the positions of what the calls give; the numbers of those that could be followed."""
+    def _follow(self, calls: Sequence[Call], causal: bool) -> set[int]:
+        """Find the token axes of the outputs of calls, as far as they can be followed.
+
+        Returns:
+            The indices of the calls that can.
+        """
         probe = Window(0, max(1, self.length - 1), self.length)
         followed = set()
         for number, call in enumerate(calls):
-            if self.length < 2 or not all(variable in self.at for variable in call.inputs):
+            if self.length < 2 or not all(variable in self.axes for variable in call.inputs):
                 continue
             try:
-                found = positions_of(call, self.at, probe, self.whole.shapes, causal)
-            except (MixedError, RuntimeError):
+                found = token_axes(call, self.axes, probe, self.whole.shapes, causal)
+            except (MixesTokensError, RuntimeError):
                 continue
-            self.at.update(found)
+            self.axes.update(found)
             followed.add(number)
         return followed
 
     def _border_variables(self) -> list[int]:
-        """Variables that the prefix gives and something else reads, or that are asked for."""
+        """Variables of the prefix that other operators read, or that are targets."""
         given = {self.source, *(variable for call in self._prefix for variable in call.outputs)}
         read = {variable for call in self._rest for variable in call.inputs} | set(self.whole.targets)
         return sorted(given & read)
 
-    def _give_up_what_does_not_hold(self) -> None:
-        self._onward = self._rest
+    def _give_up_unproven_windows(self) -> None:
         if not self._proven():
             self.causal = False
             if not self._proven():
                 self._prefix, self._rest, self._border = [], list(self.whole.calls), [self.source]
+                self._onward = self._rest
+                self._cache.clear()
 
     def _proven(self) -> bool:
-        """Whether random tangents stay where the windows say, and come out the same through them.
+        """Whether random tangents are zero outside the windows, and come out the same through them.
 
-        Every window of a causal model is tried, for a mask may be causal in one place and not in another;
-        of an encoder's first projections, which know no mask, the middle one.
+        All windows of a causal model are tried, since a mask may be causal at some tokens only. For the first
+        projections of an encoder, which have no mask, the middle window is enough.
         """
         if not self.whole.calls:
             return True
@@ -233,16 +251,16 @@ class WindowedLinearization:
         return True
 
     def _followed(self) -> Linearization:
-        """The whole, with those variables as targets that must be nought outside their windows: what comes
-        before any mixing, keys and values, and the targets themselves. (Scores need not be: the softmax
-        gives those of later keys no weight.)
+        """The whole derivative with targets at the variables that must be zero outside their windows: those
+        before tokens are mixed, keys and values, and the targets themselves. (Scores need not be zero there:
+        the softmax gives later keys no weight.)
         """
         mixed = {
             variable
             for call in self._rest
             if call.name == "bmm"
-            for position, variable in zip(call.positions, call.inputs, strict=True)
-            if position == 1
+            for index, variable in zip(call.argument_indices, call.inputs, strict=True)
+            if index == 1
         }
         first = {variable for call in self._prefix for variable in call.outputs}
         wanted = first | mixed | set(self.whole.targets)
@@ -250,16 +268,16 @@ class WindowedLinearization:
         return Linearization(self.whole.calls, self.whole.shapes, self.whole.sources, known)
 
     @property
-    def _windowed(self) -> dict[int, Positions]:
-        """Variables that are carried in windows."""
-        return self.at if self.causal else self._located
+    def _windowed(self) -> dict[int, TokenAxis]:
+        """The token axes of the variables whose tangents are carried in windows."""
+        return self.axes if self.causal else self._axes_before_mixing
 
     def _stays(self, followed: Linearization, tangent: Tensor, tokens: range) -> bool:
-        """Whether a tangent is nought, to the last bit, wherever its windows leave it out."""
+        """Whether a tangent is exactly zero outside its windows."""
         at_tokens = Window(tokens.start, tokens.stop, self.length)
         onward = Window(self._start(tokens.start), self.length, self.length)
         prefix = {variable for call in self._prefix for variable in call.outputs}
-        for variable, found in followed.push({self.source: at_tokens.widen(tangent, Positions(-2))}):
+        for variable, found in followed.push({self.source: at_tokens.widen(tangent, ROWS)}):
             window = at_tokens if variable in prefix else onward
             if not window.holds(found, self._windowed[variable]):
                 return False
@@ -270,7 +288,7 @@ class WindowedLinearization:
 
     def _same(self, tangent: Tensor, tokens: range) -> bool:
         window = Window(tokens.start, tokens.stop, self.length)
-        expected = dict(self.whole.push({self.source: window.widen(tangent, Positions(-2))}))
+        expected = dict(self.whole.push({self.source: window.widen(tangent, ROWS)}))
         found = dict(self.push(tangent, tokens))
         return found.keys() == expected.keys() and all(
             close(found[target], expected[target]) for target in expected
@@ -278,5 +296,5 @@ class WindowedLinearization:
 
 
 def causal_share(length: int) -> float:
-    """The part of the positions that the windows of a causal model hold, on average."""
+    """The average share of the tokens that a window of a causal model holds."""
     return 0.5 * (1 + 1 / min(STEPS, length))

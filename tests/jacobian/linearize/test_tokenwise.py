@@ -1,4 +1,4 @@
-"""Segmentes between attentions as one Jacobian a token: the same tangents for fewer operations."""
+"""Segments between attentions collapsed into one Jacobian per token: the same tangents, fewer operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import (
 
 from captum_hta import HiddenTokenAttribution
 from captum_hta.jacobian.forward_pass import ForwardPass
-from captum_hta.jacobian.linearize.axes import Positions, Window
+from captum_hta.jacobian.linearize.axes import ROWS, Window
 from captum_hta.jacobian.linearize.tokenwise import (
     Segment,
     segments,
@@ -38,11 +38,11 @@ MODELS = {
     "neox": lambda: GPTNeoXModel(GPTNeoXConfig(intermediate_size=4 * WIDTH, **SIZES)),
 }
 
-STRETCHES = {"bert": 3, "gpt2": 3, "llama": 3, "neox": 2}  # a parallel block's first is before any mixing
+SEGMENTS = {"bert": 3, "gpt2": 3, "llama": 3, "neox": 2}  # a parallel block's first is before any mixing
 
 
 def derivative(name: str, batch: int = 1, layers: slice = slice(None)) -> WindowedLinearization:
-    """Of the outputs of the blocks of a random model, from its embedding."""
+    """The derivative of the outputs of a random model's blocks with respect to its embedding."""
     torch.manual_seed(0)
     model = MODELS[name]().double().eval()
     model.set_attn_implementation("eager")
@@ -64,11 +64,11 @@ def test_collapsed_tangents_are_those_of_the_whole(name: str, batch: int) -> Non
     """For every target, from the first token and from one in the middle."""
     found = derivative(name, batch)
     found.prepare(10**6)
-    assert len(found._collapsed) == STRETCHES[name]
+    assert len(found.collapsed) == SEGMENTS[name]
     scale = 1e4 if name in ("llama", "neox") else 1  # which compute in float32 inside
     for tokens in (range(1), range(4, 6)):
         tangents = torch.randn(3, batch, len(tokens), WIDTH, dtype=torch.float64)
-        full = Window(tokens.start, tokens.stop, LENGTH).widen(tangents, Positions(-2))
+        full = Window(tokens.start, tokens.stop, LENGTH).widen(tangents, ROWS)
         with torch.no_grad():
             expected = dict(found.whole.push({found.source: full}))
             pushed = dict(found.push(tangents, tokens))
@@ -79,26 +79,26 @@ def test_collapsed_tangents_are_those_of_the_whole(name: str, batch: int) -> Non
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "neox"])
 def test_operations_saved(name: str) -> None:
-    """A feed-forward part of 16 D^2 operations a token becomes one of 2 D^2, for 8 D^3."""
+    """A feed-forward part of 16 D^2 operations per token becomes one of 2 D^2, prepared in 8 D^3."""
     found = derivative(name)
     last = found.whole.targets[-1]
-    saved = STRETCHES[name] * (16 - 2) * WIDTH**2 * LENGTH
-    assert found.flops(last, 1) - found.flops(last, 10**6) == pytest.approx(saved * found._share)
-    assert found.preparation_flops(10**6) == STRETCHES[name] * 8 * WIDTH**3 * LENGTH
+    saved = SEGMENTS[name] * (16 - 2) * WIDTH**2 * LENGTH
+    assert found.flops(last, 1) - found.flops(last, 10**6) == pytest.approx(saved * found.share)
+    assert found.preparation_flops(10**6) == SEGMENTS[name] * 8 * WIDTH**3 * LENGTH
     assert found.preparation_flops(1) == 0
 
 
 def test_few_tangents_are_not_worth_it() -> None:
-    """Nothing is collapsed for fewer tangents than the Jacobians themselves take."""
+    """Nothing is collapsed for fewer tangents than the Jacobians themselves need."""
     found = derivative("bert")
     found.prepare(WIDTH // 2)
-    assert not found._collapsed
+    assert not found.collapsed
     found.prepare(LENGTH * WIDTH)
-    assert len(found._collapsed) == 3
+    assert len(found.collapsed) == 3
 
 
 def test_gain_counts_reading() -> None:
-    """A few tangents at a time wait for the matrices to be read, and room is limited."""
+    """With few tangents at a time, reading the matrices is the bottleneck; memory is limited."""
     segment = Segment((), 0, 1, (1, 10, 8, 8), 16 * 10 * 64, 8 * 10 * 64)
     assert segment.gain(1000, 100) > 0 > segment.gain(1000, 1)
     assert worthwhile([segment], 1000, 100, 640) == [segment]
@@ -108,9 +108,9 @@ def test_gain_counts_reading() -> None:
 def test_target_inside() -> None:
     """A segment that something else reads is not replaced as a whole."""
     found = derivative("bert")
-    inner = segments(found._rest, found.whole.shapes, LENGTH, found.whole.targets)
+    inner = segments(found.whole.calls, found.whole.shapes, LENGTH, found.whole.targets)
     added = inner[1].calls[-2].outputs[0]  # before the last normalisation
-    split = segments(found._rest, found.whole.shapes, LENGTH, [*found.whole.targets, added])
+    split = segments(found.whole.calls, found.whole.shapes, LENGTH, [*found.whole.targets, added])
     assert [one.entry for one in split] == [one.entry for one in inner]
     assert split[1].exit == added != inner[1].exit
 
@@ -130,23 +130,23 @@ class Mixer(nn.Module):
 
 
 def test_mixing_segment_is_refused() -> None:
-    """What looks token-wise and is not is told by random tangents, and the result stays right."""
+    """Random tangents detect a segment that looks token-wise and is not; the result stays right."""
     torch.manual_seed(0)
     model = Mixer().double()
     x = torch.randn(1, LENGTH, LENGTH, dtype=torch.float64)
     forward_pass = ForwardPass(model, (x,), (), [model.out], model.embed)
     whole = forward_pass.linearize()[0]
     found = WindowedLinearization(whole, whole.sources[0])
-    assert [token_jacobians(segment, whole.shapes) for segment in found._segments] == [None]
+    assert [token_jacobians(segment, whole.shapes) for segment in found.segments] == [None]
     found.prepare(10**6)
-    assert not found._collapsed
+    assert not found.collapsed
     hta = HiddenTokenAttribution(model, model.out, model.embed)
     forward, reverse = (hta.attribute(x, mode=mode) for mode in ("forward", "reverse"))
     torch.testing.assert_close(forward, reverse, rtol=1e-10, atol=1e-14)
 
 
 def test_widest_tangent_of_collapsed(minilm) -> None:
-    """Without the inner width of the feed-forward part more tangents fit the caches."""
+    """Without the inner width of the feed-forward part, more tangents fit in the cache."""
     batch = minilm.batch([minilm.encode("one two three four five six")])
     forward_pass = ForwardPass(
         minilm.forward, batch.inputs, batch.extra, [minilm.target(2)], minilm.source(0)
@@ -196,7 +196,7 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shift", [1.0, 0.01])
 def test_a_shift_of_tokens_is_not_token_wise(dtype: torch.dtype, shift: float) -> None:
-    """It is found beside a dominant token and in half precision."""
+    """The shift is detected beside a token with large values and in half precision."""
     model = Shifted(shift).to(dtype)
     x = torch.randn(1, 12, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
     hta = HiddenTokenAttribution(model, model.out, model.embed)

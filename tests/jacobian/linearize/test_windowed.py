@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, Qwen3Co
 
 from captum_hta import HiddenTokenAttribution
 from captum_hta.jacobian.forward_pass import ForwardPass
-from captum_hta.jacobian.linearize.axes import Positions, Window
+from captum_hta.jacobian.linearize.axes import ROWS, TokenAxis, Window
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 
 COMMON = {"vocab_size": 50, "use_cache": False}
@@ -53,7 +53,7 @@ def test_causal_models_are_narrowed(name: str, kernel: str, batch: int) -> None:
     assert found.flops(found.whole.targets[-1]) < 0.6 * found.whole.flops(found.whole.targets[-1])
     for tokens in (range(1), range(3, 5), range(8, 9)):
         tangents = torch.randn(3, batch, len(tokens), 32, dtype=torch.float64)
-        full = Window(tokens.start, tokens.stop, 9).widen(tangents, Positions(-2))
+        full = Window(tokens.start, tokens.stop, 9).widen(tangents, ROWS)
         with torch.no_grad():
             expected = dict(found.whole.push({found.source: full}))
             pushed = dict(found.push(tangents, tokens))
@@ -100,7 +100,7 @@ def test_projections_of_the_first_block_are_narrowed(bert) -> None:
 def test_window_of_merged_axes() -> None:
     """Positions that share an axis with the batch are narrowed within each example."""
     value = torch.arange(12).view(6, 2)
-    window, at = Window(1, 2, 3), Positions(-2, outer=2)
+    window, at = Window(1, 2, 3), TokenAxis(-2, outer=2)
     part = window.narrow(value, at)
     assert part.tolist() == [[2, 3], [8, 9]]
     assert window.widen(part, at).tolist() == [[0, 0], [2, 3], [0, 0], [0, 0], [8, 9], [0, 0]]
