@@ -20,6 +20,7 @@ from captum_hta.model.sites import (
     as_site,
     hook_site,
     only_tensor,
+    with_replaced,
     without_autocast,
 )
 
@@ -150,11 +151,7 @@ class ForwardPass:
             x = only_tensor(value, what)
             _check_sequence(x, what)
             seen.append(True)
-            entered = enter(x)
-            if isinstance(value, Tensor):
-                return entered
-            items = [entered if item is x else item for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return with_replaced(value, x, enter(x))
 
         return hook_site(site, replaced)
 

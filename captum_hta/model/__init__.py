@@ -1,4 +1,4 @@
-"""What the core knows of a model: the protocol that adapters fulfil, and what it passes around."""
+"""What the core knows of a model: the protocol that adapters implement, and its data types."""
 
 from captum_hta.model.attention import (
     Attention,

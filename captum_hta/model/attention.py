@@ -1,4 +1,4 @@
-"""What an attention layer computes, as far as closed forms and baselines need it."""
+"""What an attention layer computes, as needed by the closed form and by the baselines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch.nn import Module
 
 @dataclass(frozen=True)
 class Attention:
-    """What one layer's attention did in a forward pass.
+    """The attention of one layer in a forward pass.
 
     Attributes:
         pattern: ``[batch, head, query, key]``, after the softmax.
-        factors: What the closed form needs, or ``None`` where it does not hold.
-        value: ``[batch, head, key, d_head]``, which the pattern is multiplied by; ``None`` where the model
-            does not show it.
+        factors: The factors of the closed form, or ``None`` where it does not hold.
+        value: The values ``[batch, head, key, d_head]``, or ``None`` where the model does not expose them.
     """
 
     pattern: Tensor
@@ -40,14 +39,14 @@ class SumNorm:
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """How a block adds what its heads say to its input: ``norm(x + sum_h z_h W_h + b)``.
+    """How a block adds the outputs of its heads to its input: ``norm(x + sum_h z_h W_h + b)``.
 
     Attributes:
         weight: ``[head, d_head, width]``.
         bias: ``[width]``, or ``None``.
         norm: The LayerNorm of the sum, in a post-LN block; ``None`` in a pre-LN block.
-        residual: Whether the sum is as above; not so where heads' outputs are normalised on their own
-            before.
+        residual: Whether the formula holds; it does not where the heads' outputs are normalised before they
+            are added.
     """
 
     weight: Tensor
@@ -62,7 +61,7 @@ class Unembedding:
 
     Attributes:
         weight: ``[token, width]``.
-        norm: The final norm, or ``None``.
+        norm: The final norm, or ``None`` without one.
     """
 
     weight: Tensor
@@ -71,7 +70,7 @@ class Unembedding:
 
 @dataclass(frozen=True)
 class TokenNorm:
-    r"""The normalisation before the projections of a pre-LN block, at the recorded point.
+    r"""The normalisation before the projections of a pre-LN block, at one forward pass.
 
     Its Jacobian for one token is :math:`\Gamma\,(P - \hat x \hat x^\top / D) / \sigma` with
     :math:`P = I - 1 1^\top / D` for LayerNorm and :math:`P = I` for RMSNorm.
@@ -91,17 +90,17 @@ class TokenNorm:
 
 @dataclass(frozen=True)
 class AttentionFactors:
-    r"""One layer of scaled dot-product attention at the recorded point.
+    r"""The factors of one layer of scaled dot-product attention, at one forward pass.
 
     Attributes:
         pattern: ``[batch, head, query, key]``, after the softmax.
-        query, key, value: ``[batch, head, token, d_head]``, as they enter the scores and the output.
+        query, key, value: ``[batch, head, token, d_head]``, as used in the scores and the output.
         scale: The factor of the scores, such as ``d_head ** -0.5``.
         x: The block's input, ``[batch, token, width]``.
-        query_weight, key_weight, value_weight: ``[head, d_head, width]``; grouped heads repeated.
+        query_weight, key_weight, value_weight: ``[head, d_head, width]``, repeated for grouped heads.
         norm: The normalisation between ``x`` and the projections; ``None`` in a post-LN block.
-        query_map, key_map: The Jacobians ``[batch or 1, head or 1, token, d_head, d_head]`` of what acts
-            on each token's query and key after the projection, such as a rotary embedding.
+        query_map, key_map: The Jacobians ``[batch or 1, head or 1, token, d_head, d_head]`` of the maps that
+            follow the query and key projections, such as rotary embeddings; ``None`` without one.
     """
 
     pattern: Tensor

@@ -1,4 +1,4 @@
-"""The protocol by which the core knows a model; adapters in ``captum_hta.integrations`` fulfil it."""
+"""The interface through which the core uses a model; adapters in ``captum_hta.integrations`` implement it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta.model.attention import Attention, OutputProjection, Unembedding
-from captum_hta.model.encoding import Batch, Encoding, Text
+from captum_hta.model.encoding import Batch, Encoding
 from captum_hta.model.sites import Site
 from captum_hta.model.size import Size
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that an adapter checked of itself.
+    """One check that an adapter made of itself.
 
     Attributes:
-        name: What.
-        passed: Whether it holds.
-        found: What was found, for a reader.
+        name: What was checked.
+        passed: Whether the check passed.
+        found: What was found, in words.
     """
 
     name: str
@@ -32,34 +32,62 @@ class Check:
 
 
 class Reader(Protocol):
-    """What makes tokens of a text, an image or audio.
+    """Turns texts, images or audio into tokens. What it reads is called a text throughout.
 
     Attributes:
-        medium: What it reads, in a word: ``"text"``, ``"image"`` or ``"audio"``.
-        reads: What it takes, in words that go on from "must be".
+        medium: ``"text"``, ``"image"`` or ``"audio"``.
+        tokenizer: The tokenizer or processor that it uses, or ``None``.
     """
 
     medium: str
-    reads: str
+    tokenizer: Any
+
+    @property
+    def reads(self) -> str:
+        """What it accepts, in words that complete "must be"."""
+
+    @property
+    def longest(self) -> int | None:
+        """The number of tokens of every text, where all have the same; ``None`` where they differ."""
 
     def accepts(self, text: Any) -> bool:
-        """Whether a thing is of a kind that it reads."""
+        """Whether it reads objects of this kind."""
+
+    def sample(self) -> Encoding:
+        """A few tokens to check an adapter on."""
+
+    def encode(self, text: Any, max_length: int | None = None) -> Encoding:
+        """Read a text; with ``max_length``, its first tokens only.
+
+        Raises:
+            ValueError: If the text cannot be read.
+        """
+
+    def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
+        """Pad encodings on the right to a batch on a device."""
+
+    def token(self, text: str) -> int:
+        """The id of a text that is exactly one token.
+
+        Raises:
+            ValueError: If it is not, or there are no token ids.
+        """
 
 
 class Model(Protocol):
     """A transformer with its tokenizer.
 
     Attributes:
-        reader: What reads texts for it.
-        name: What to call it.
+        reader: Turns texts into tokens.
+        name: What to call the model.
         num_layers: Number of blocks ``L``.
-        num_heads: Query heads of a block ``H``.
+        num_heads: Number of query heads of a block ``H``.
         d_head: Width of a head's output.
         d_model: Width of a hidden embedding ``D``.
-        max_length: Most tokens that it reads, or ``None``.
-        architecture: The kind of model.
-        key_layers: Of cross attention, the number of encoder blocks: ``source(key_layers)`` is what the
-            encoder gives, which every layer reads. ``None`` for self-attention.
+        max_length: The largest number of tokens that it reads, or ``None`` without a limit.
+        architecture: The kind of model, such as the name of its class.
+        key_layers: With cross attention, the number of encoder blocks: ``source(key_layers)`` is the output
+            of the encoder, which every layer reads. ``None`` with self-attention.
         checks: What was checked when it was loaded.
     """
 
@@ -76,64 +104,66 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Device of the weights."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights: equal for equal weights, and for no others that occur."""
+        """A digest of the weights."""
 
     @property
     def size(self) -> Size:
-        """The numbers that decide what contributions cost."""
+        """The dimensions that decide what contributions cost."""
 
-    def encode(self, text: Text, max_length: int | None = None) -> Encoding:
-        """Read a text, or a pair of them; with ``max_length`` the first tokens alone."""
+    def encode(self, text: Any, max_length: int | None = None) -> Encoding:
+        """Read a text, or whatever the reader accepts; with ``max_length``, its first tokens only."""
 
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
-        """Pad encodings to one length, on the model's device."""
+        """Pad encodings on the right to a batch on the model's device."""
 
     def forward(self, *args: Any) -> Any:
         """Run the model on ``(*batch.inputs, *batch.extra)``."""
 
     def source(self, layer: int) -> Module | Site:
-        """Where what enters block ``layer`` is: a site, or a module whose output it is."""
+        """Where the input of block ``layer`` is: a site, or a module whose output it is."""
 
-    def target(self, layer: int, kind: str) -> Module | Site:
+    def target(self, layer: int, kind: str = "head") -> Module | Site:
         """Where the ``"head"`` or ``"layer"`` target of block ``layer`` is."""
 
     def attention(self, batch: Batch) -> list[Attention]:
-        """What every layer's attention does, from one forward pass."""
+        """The attention of every layer, from one forward pass."""
 
     def output_projection(self, layer: int) -> OutputProjection:
-        """What becomes of the heads' outputs of block ``layer``."""
+        """How block ``layer`` adds the outputs of its heads to its input."""
 
     @property
     def unembedding(self) -> Unembedding:
         """How the last hidden embedding becomes logits.
 
         Raises:
-            ValueError: If the model has no logits of tokens, or more than a norm lies before them.
+            ValueError: If the model has no token logits, or more than a norm before them.
         """
 
     def logits(self, *args: Any) -> Tensor:
-        """What the model's head gives for ``(*batch.inputs, *batch.extra)``: ``[batch, position, token]``,
-        or ``[batch, class]``.
+        """The logits for ``(*batch.inputs, *batch.extra)``, of tokens or classes.
+
+        Returns:
+            ``[batch, position, token]`` or ``[batch, class]``.
 
         Raises:
-            ValueError: If it has none.
+            ValueError: If the model has no head.
         """
 
     def token(self, text: str) -> int:
-        """The one token that a text is.
+        """The id of a text that is exactly one token.
 
         Raises:
-            ValueError: If it is none, or several.
+            ValueError: If it is not.
         """
 
     @property
     def mask_token(self) -> int | None:
-        """The token that stands for a hidden one, if there is such a token."""
+        """The id of the mask token, if there is one."""

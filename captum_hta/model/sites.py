@@ -1,4 +1,4 @@
-"""Places in a forward pass: tensors that a module returns or reads, and the hooks that reach them."""
+"""Sites in a forward pass: tensors that a module returns or reads, and the hooks that access them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
 class Site:
-    """A tensor that a module gives or reads in a forward pass.
+    """A tensor that a module returns or reads in a forward pass.
 
     Attributes:
         module: The module.
-        at_input: Its first argument instead of its output.
-        call: Which of its calls, counted from 0, where a model runs one module several times; ``None``
-            for a module that is called once.
-        item: Which item of a tuple; ``None`` for its only float tensor.
+        at_input: Whether it is the module's first argument instead of its output.
+        call: Which call of the module, counted from 0, if the model calls it several times; ``None`` for a
+            module that is called once.
+        item: Which item of a tuple; ``None`` for the only floating-point tensor.
     """
 
     module: Module
@@ -32,28 +33,28 @@ class Site:
     item: int | None = None
 
     def pick(self, value: Any) -> Any:
-        """The item of a value."""
+        """The item of what the module returns or reads."""
         return value[self.item] if self.item is not None and isinstance(value, tuple | list) else value
 
 
 class LastTarget(BaseException):
-    """Ends a forward pass early. Not an ``Exception``, so that no model swallows it."""
+    """Ends a forward pass early. It is no ``Exception``, so that no model catches it."""
 
 
-def observed(sites: dict[str, Module | Site], run: Callable[[], Any]) -> dict[str, Tensor]:
-    """The tensors at sites in a forward pass, which ends as soon as all are there.
+def observed(sites: dict[str, Module | Site], run: Callable[[], object]) -> dict[str, Tensor]:
+    """The tensors at some sites in a forward pass, which ends as soon as all are found.
 
     Args:
-        sites: Sites, or modules whose outputs are meant, by name. Their order does not matter.
+        sites: Sites by name; a module stands for its output.
         run: Runs the model.
 
     Returns:
-        For each site that was reached its last tensor, detached.
+        The last tensor at each site that was reached, detached.
     """
     found: dict[str, Tensor] = {}
 
-    def keep(name: str, site: Site) -> Callable[[Any], None]:
-        def note(value: Any) -> None:
+    def keep(name: str, site: Site) -> Callable[[object], None]:
+        def note(value: object) -> None:
             found[name] = only_tensor(site.pick(value), name).detach()
             if len(found) == len(sites):
                 raise LastTarget
@@ -69,13 +70,10 @@ def observed(sites: dict[str, Module | Site], run: Callable[[], Any]) -> dict[st
     return found
 
 
-def hook_site(site: Site, action: Callable[[Any], Any]) -> Any:
-    """Call ``action`` with what is at the site; what it returns, unless ``None``, takes the place of that.
+def hook_site(site: Site, action: Callable[[Any], Any]) -> RemovableHandle:
+    """Call ``action`` with the value at the site; its result, unless ``None``, replaces the value.
 
-    Forward passes of other threads are left alone.
-
-    Returns:
-        A handle with a method ``remove``.
+    Forward passes of other threads are not affected.
     """
     thread = threading.get_ident()
     calls = itertools.count()
@@ -86,8 +84,8 @@ def hook_site(site: Site, action: Callable[[Any], Any]) -> Any:
     def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not concerned():
             return None
-        name = None if args else main_keyword(kwargs)
-        new = action(args[0] if args else kwargs.get(name))
+        name = main_keyword(kwargs)
+        new = action(args[0] if args else kwargs.get(name or ""))
         if new is None:
             return None
         return ((new, *args[1:]), kwargs) if args else (args, kwargs | {name: new})
@@ -102,15 +100,12 @@ def hook_site(site: Site, action: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def replaced(place: Module | Site, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within the context the tensor at a place is changed."""
+    """Change the tensor at a site within the context."""
     site = as_site(place)
 
     def act(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return change(value)
-        tensor = only_tensor(site.pick(value), "what is to be replaced")
-        items = [change(item) if item is tensor else item for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        tensor = only_tensor(site.pick(value), "the value to be replaced")
+        return with_replaced(value, tensor, change(tensor))
 
     handle = hook_site(site, act)
     try:
@@ -119,9 +114,17 @@ def replaced(place: Module | Site, change: Callable[[Tensor], Tensor]) -> Iterat
         handle.remove()
 
 
+def with_replaced(value: Any, old: Tensor, new: Tensor) -> Any:
+    """What a module returns or reads, a tensor or a tuple with tensors, with one of the tensors replaced."""
+    if isinstance(value, Tensor):
+        return new
+    items = [new if item is old else item for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Arithmetic in the types of the weights."""
+    """Compute in the dtypes of the weights within the context."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -130,7 +133,7 @@ def without_autocast() -> Iterator[None]:
 
 
 def main_keyword(kwargs: dict[str, Any]) -> str | None:
-    """The keyword that carries the hidden states: the only float tensor, or the first."""
+    """The name of the keyword argument that holds the hidden states, or else the first float tensor."""
     floats = [
         name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()
     ]
@@ -138,15 +141,15 @@ def main_keyword(kwargs: dict[str, Any]) -> str | None:
 
 
 def as_site(layer: Module | Site, at_input: bool = False) -> Site:
-    """A site as it is; for a module the site of its output or input."""
+    """The site of a module's output, or of its input; a site is returned as it is."""
     return layer if isinstance(layer, Site) else Site(layer, at_input)
 
 
-def only_tensor(value: Any, what: str) -> Tensor:
-    """The only floating-point tensor of what a module returns or reads.
+def only_tensor(value: object, what: str) -> Tensor:
+    """The only floating-point tensor in what a module returns or reads.
 
     Raises:
-        ValueError: If it holds none, or several.
+        ValueError: If there is none, or several.
     """
     if isinstance(value, Tensor):
         return value

@@ -1,4 +1,4 @@
-"""The dimensions of a transformer that decide what contributions cost."""
+"""The dimensions of a transformer and what they cost in floating-point operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """A transformer in the numbers that decide the cost.
+    """The dimensions of a transformer that decide what contributions cost.
 
     Attributes:
         layers: Number of blocks.
@@ -17,8 +17,8 @@ class Size:
         d_head: Width of a head's output. Default: ``None``, ``width / heads``.
         key_heads: Heads of keys and values. Default: ``None``, as many as ``heads``.
         gated: Whether the feed-forward part has a third matrix, a gate.
-        causal: Whether queries see no later keys.
-        closed_form: Whether the closed form of the previous-layer contribution is known.
+        causal: Whether queries attend to no later keys.
+        closed_form: Whether the closed form gives the previous-layer contribution.
     """
 
     layers: int
@@ -36,18 +36,18 @@ class Size:
         return self.d_head or self.width // self.heads
 
     def projections(self, tokens: int) -> float:
-        """Operations of queries, keys and values for one tangent of all tokens."""
+        """FLOPs of the query, key and value projections for one tangent of all tokens."""
         out = self._d_head * (self.heads + 2 * (self.key_heads or self.heads))
         return 2.0 * tokens * self.width * out
 
     def attention(self, tokens: int) -> float:
-        """Of scores and values, where both factors move."""
+        """FLOPs of scores and values for one tangent, where both factors of each product have one."""
         return 8.0 * tokens**2 * self._d_head * self.heads
 
     def output(self, tokens: int) -> float:
-        """Of the projection of the heads' outputs."""
+        """FLOPs of the output projection for one tangent of all tokens."""
         return 2.0 * tokens * self._d_head * self.heads * self.width
 
     def feed_forward(self, tokens: int) -> float:
-        """Of the feed-forward part."""
+        """FLOPs of the feed-forward part for one tangent of all tokens."""
         return 2.0 * (2 + self.gated) * tokens * self.width * self.inner

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from captum_hta.integrations.readers.contents import stacked
 from captum_hta.model.encoding import Batch, Encoding
 
 STRIDE = 2
@@ -90,6 +91,14 @@ class AudioReader:
         step = STRIDE * (FRAME if extractor is None else extractor.hop_length / extractor.sampling_rate)
         return Encoding([], [], [f"{step * token:.2f} s" for token in range(self.longest)], content=features)
 
+    def token(self, text: str) -> int:
+        """There are no token ids.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"the tokens of audio have no ids, so {text!r} is none")
+
     def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
         """Put features together; there is no padding."""
-        return Batch.of_contents(encodings, device)
+        return stacked(encodings, device)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from captum_hta.integrations.readers.contents import stacked
 from captum_hta.model.encoding import Batch, Encoding
 
 _MODES = {1: "L", 3: "RGB"}
@@ -157,13 +158,21 @@ class ImageReader:
             colours = np.repeat(colours.mean(2, keepdims=True), 3, 2)
         return colours.clip(0, 1)
 
+    def token(self, text: str) -> int:
+        """There are no token ids.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"the tokens of images have no ids, so {text!r} is none")
+
     def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
         """Put images together; there is no padding.
 
         Raises:
             ValueError: If they are of several sizes.
         """
-        return Batch.of_contents(encodings, device)
+        return stacked(encodings, device)
 
 
 def opened(path: str | PathLike) -> Image.Image:
