@@ -1,16 +1,19 @@
-"""``captum-hta explain``."""
+"""``captum-hta explain``: what the heads take in from one text or image."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
-import torch
 import typer
-from matplotlib.figure import Figure
-from rich.table import Table
 
+from captum_hta.cli.checks import check_figure, probes_or_exact
+from captum_hta.cli.console import add_row, counted, say, show, table, waiting
+from captum_hta.cli.errors import UserError
+from captum_hta.cli.estimates import print_forecasts, print_plans, print_standard_error
+from captum_hta.cli.loading import ModelChoice, check_head, layer_numbers, named_layers
 from captum_hta.cli.options import (
     Adapter,
     Debug,
@@ -24,35 +27,27 @@ from captum_hta.cli.options import (
     TimesInputs,
     Tolerance,
     Truncation,
-    UserError,
-    announce,
-    check_output,
-    counted,
-    err,
-    load,
-    named_layers,
-    out,
-    plain,
-    print_error,
-    probes_or_exact,
+    probes_option,
 )
-from captum_hta.computation import contributions
-from captum_hta.jacobian.forecast import in_all
-from captum_hta.model.encoding import Encoding, Text
-from captum_hta.model.protocol import Model
-from captum_hta.result import Contributions
-from captum_hta.study import run as study
-from captum_hta.texts import encoded, missing_tokens
-from captum_hta.views import heatmaps
-from captum_hta.views.names import QUANTITY_NAMES
 
-EXPLAIN_PROBES = 32
-INSTEAD = {
-    "text": "give the second by --pair",
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from captum_hta.model.encoding import Encoding, Text
+    from captum_hta.model.protocol import Model
+    from captum_hta.result import Contributions
+
+DEFAULT_PROBES = 32
+SHOWN_SHARE = 0.005
+"""Smaller contributions are not listed: they would be printed as 0%."""
+REMEDIES = {
+    "text": "give the second text with --pair",
     "image": "leave out --pair",
-    "audio": "explain takes none, but captum_hta.contributions does",
+    "audio": "explain does not, but captum_hta.contributions does",
 }
-"""What to do with a model that does not read what it is given."""
+"""What to do when a model does not read what it is given, by what it reads."""
 
 
 def explain(
@@ -64,7 +59,7 @@ def explain(
     query: Annotated[
         int | None,
         typer.Option(
-            help="Number of the query token to list. Default: all; of an image the first, its class token.",
+            help="Number of the query token to list. Default: all; for an image the first, its class token.",
             min=0,
         ),
     ] = None,
@@ -83,165 +78,205 @@ def explain(
     device: Device = None,
     seed: Seed = 0,
     norm: Norm = "frobenius",
-    probes: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Probes of each token for the input contribution. Default: {EXPLAIN_PROBES}.",
-            min=1,
-        ),
-    ] = None,
+    probes: Annotated[int | None, probes_option(DEFAULT_PROBES)] = None,
     tolerance: Tolerance = None,
     exact: Exact = False,
     multiply_by_inputs: TimesInputs = False,
     debug: Debug = False,
 ) -> None:
-    """Show what the heads take in for one text or image.
+    """Show what the heads take in from one text or image.
 
-    Prints, for each query token, the source tokens that are most in the output of one head, and draws
-    attention, previous-layer contribution and input contribution side by side; for a model of images, those
-    of one query over the image.
+    Prints, for each query token, the source tokens that contribute most to the output of one head, and draws
+    attention, previous-layer contribution and input contribution side by side; for vision models, those of
+    one query over the image.
 
     Example: captum-hta explain "The cat sat on the mat." --pair "It slept." --layers 3
     """
     if not text.strip() or (pair is not None and not pair.strip()):
         raise UserError("the text is empty")
-    check_output(output)
-    n_probes = probes_or_exact(probes, tolerance, exact, norm, EXPLAIN_PROBES)
-    loaded = load(model, device, adapter, part)
-    chosen = named_layers(layers, loaded)
-    if layers is None:
-        chosen = [loaded.num_layers // 2]
-    _check_head(head, loaded)
-    read: Text = text if pair is None else (text, pair)
+    check_figure(output)
+    numbers = layer_numbers(layers)
+    choice = ModelChoice(model, device, adapter, part)
+    estimate = Estimate(
+        norm, probes_or_exact(probes, tolerance, exact, norm, DEFAULT_PROBES), tolerance, seed,
+        multiply_by_inputs,
+    )  # fmt: skip
+    choice.check(numbers, head)
+    loaded = choice.load()
+    check_head(head, loaded.num_heads, loaded.name)
+    chosen = [loaded.num_layers // 2] if layers is None else named_layers(numbers, loaded)
+    read = text if pair is None else (text, pair)
     encoding = _encoded(loaded, read, truncation)
     query = _query(query, encoding)
-    asked = {"layers": chosen, "norm": norm, "n_probes": n_probes}
-    announce(loaded, [len(encoding)], asked, tolerance)
-    with err.status("Attributing ..."):
-        results = {
-            source: contributions(
-                loaded, [read], source=source, tolerance=tolerance, seed=seed, truncation=truncation,
-                multiply_by_inputs=multiply_by_inputs, **asked,
-            )
-            for source in study.SOURCES
-        }  # fmt: skip
-    _print_plans(loaded, results)
-    heads = [
-        _most_different(results["input"], index, query) if head is None else head
-        for index in range(len(chosen))
-    ]
-    for index, (layer, number) in enumerate(zip(chosen, heads, strict=True)):
-        _print_head(results, index, f"Layer {layer}, head {number}", number, query, top)
+    results = estimate.results(loaded, read, encoding, chosen, truncation)
+    explanation = Explanation.of(results, encoding, query, head)
+    explanation.print(top)
     if head is None:
-        out.print(
-            "Of each layer the head whose input contribution differs most from its attention.", style="dim"
-        )
+        say("In each layer the head whose input contribution differs most from its attention.", "dim")
     for source, result in results.items():
         if result.standard_error is not None:
-            print_error(source, result.standard_error.mean().item(), result.standard_error.max().item())
-    titles = [f"layer {layer}, head {number}" for layer, number in zip(chosen, heads, strict=True)]
-    _figure(results, encoding, heads, query, titles).savefig(output, dpi=150)
-    if heatmaps.undrawable([*encoding.tokens, *_keys(results)]):
-        out.print(
-            "Tokens in letters that the font of figures lacks are shown there by their numbers.", style="dim"
-        )
-    what = "Heatmap" if encoding.grid is None else "Image"
-    out.print(f"{what}: {output}", highlight=False, markup=False, soft_wrap=True)
+            error = result.standard_error
+            print_standard_error(source, error.mean().item(), error.max().item())
+    explanation.figure().savefig(output, dpi=150)
+    explanation.print_figure(output)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How contributions are computed; fields as arguments of :func:`captum_hta.contributions`."""
+
+    norm: str
+    n_probes: int | None
+    tolerance: float | None
+    seed: int
+    multiply_by_inputs: bool
+
+    def results(
+        self, model: Model, text: Text, encoding: Encoding, layers: list[int], truncation: bool
+    ) -> dict[str, Contributions]:
+        """The contributions from each source; prints about what they cost."""
+        from captum_hta.computation import contributions
+        from captum_hta.study.run import SOURCES
+
+        print_forecasts(model, [len(encoding)], layers, self.norm, self.n_probes, self.tolerance)
+        with waiting("Attributing ..."):
+            results = {
+                source: contributions(
+                    model, [text], source=source, layers=layers, norm=self.norm, n_probes=self.n_probes,
+                    tolerance=self.tolerance, seed=self.seed, truncation=truncation,
+                    multiply_by_inputs=self.multiply_by_inputs,
+                )
+                for source in SOURCES
+            }  # fmt: skip
+        if model.key_layers is not None:  # nothing was forecast
+            for source, result in results.items():
+                print_plans(source, result.plans)
+        return results
 
 
 def _encoded(model: Model, text: Text, truncation: bool) -> Encoding:
-    """The text as the model reads it; says what is cut of it."""
+    """The text as the model reads it; prints how many tokens are cut."""
+    from captum_hta.texts import encoded, missing_tokens
+
     if not model.reader.accepts(text):
-        raise UserError(f"{model.name} reads {model.reader.reads}: {INSTEAD[model.reader.medium]}")
+        raise UserError(f"{model.name} reads {model.reader.reads}: {REMEDIES[model.reader.medium]}")
     encoding = encoded(model, text, 0, truncation)
     cut = missing_tokens(model, text, encoding) if truncation else 0
     if cut:
-        out.print(
-            f"{counted(cut, 'token')} cut, since {model.name} reads {model.max_length}.", highlight=False
-        )
+        say(f"{counted(cut, 'token')} cut: {model.name} reads at most {model.max_length}.")
     return encoding
 
 
 def _query(query: int | None, encoding: Encoding) -> int | None:
-    """The query to show; of an image there is one."""
+    """The query to show; for an image there is one."""
     if query is not None and query >= len(encoding):
-        raise UserError(f"--query {query} is no token: there are 0 to {len(encoding) - 1}")
+        raise UserError(f"--query {query} does not exist: there are tokens 0 to {len(encoding) - 1}")
     return 0 if query is None and encoding.grid is not None else query
 
 
-def _figure(
-    results: dict[str, Contributions],
-    encoding: Encoding,
-    heads: list[int],
-    query: int | None,
-    titles: list[str],
-) -> Figure:
-    """Heatmaps of all queries, or one query over its image."""
-    patterns = {"attention": results["input"].attention} | {s: r.values for s, r in results.items()}
-    maps = {name: _rows(values, heads) for name, values in patterns.items()}
-    if encoding.grid is None:
-        return heatmaps.heatmaps(maps, encoding.tokens, titles, _keys(results))
-    maps = {name: values[:, query] for name, values in maps.items()}
-    return heatmaps.overlays(maps, encoding.image, encoding.grid, encoding.tokens, query, titles)
+@dataclass(frozen=True)
+class Explanation:
+    """What one head of each layer takes in from a text or image.
 
+    Attributes:
+        results: Contributions of the text from each source.
+        encoding: The text as the model reads it.
+        query: The query to show, or ``None`` for all.
+        heads: For each layer the head to show.
+    """
 
-def _keys(results: dict[str, Contributions]) -> list[str]:
-    """Labels of the source tokens."""
-    result = results["input"]
-    return result.tokens[0] if result.keys is None else result.keys[0]
+    results: Mapping[str, Contributions]
+    encoding: Encoding
+    query: int | None
+    heads: Sequence[int]
 
+    @classmethod
+    def of(
+        cls, results: Mapping[str, Contributions], encoding: Encoding, query: int | None, head: int | None
+    ) -> Explanation:
+        """The explanation by that head, or by the most different one of each layer."""
+        count = len(results["input"].layers)
+        if head is None:
+            heads = [_most_different(results["input"], index, query) for index in range(count)]
+        else:
+            heads = [head] * count
+        return cls(results, encoding, query, heads)
 
-def _print_plans(model: Model, results: dict[str, Contributions]) -> None:
-    """Say which modes were taken, where that was not known before."""
-    if model.key_layers is None:
-        return
-    for source, result in results.items():
-        for one in in_all(result.plans):
-            out.print(f"{QUANTITY_NAMES[source]}: {one}", highlight=False, style="dim", soft_wrap=True)
+    @property
+    def keys(self) -> list[str]:
+        """Labels of the source tokens."""
+        result = self.results["input"]
+        return result.tokens[0] if result.keys is None else result.keys[0]
 
+    @property
+    def maps(self) -> dict[str, Tensor]:
+        """Attention and contributions, each ``[layer, head, query, key]``."""
+        attention = {"attention": self.results["input"].attention[0]}
+        return attention | {source: result.values[0] for source, result in self.results.items()}
 
-def _rows(values: torch.Tensor, heads: list[int]) -> Any:
-    return np.stack([values[0, index, head].numpy() for index, head in enumerate(heads)])
+    def titles(self, form: str) -> list[str]:
+        """A title for each layer, from a format of ``layer`` and ``head``."""
+        layers = self.results["input"].layers
+        return [form.format(layer=layer, head=head) for layer, head in zip(layers, self.heads, strict=True)]
+
+    def print(self, top: int) -> None:
+        """Print a table for each layer: for each query the strongest source tokens."""
+        titles = self.titles("Layer {layer}, head {head}: strongest source tokens")
+        for index, (title, head) in enumerate(zip(titles, self.heads, strict=True)):
+            self._print_head(title, index, head, top)
+
+    def _print_head(self, title: str, index: int, head: int, top: int) -> None:
+        strongest = table(title)
+        strongest.add_column("#", justify="right", style="dim")
+        strongest.add_column("query", style="bold")
+        for name in self.maps:
+            strongest.add_column(name.replace("_", " "))
+        tokens = self.encoding.tokens
+        for number in range(len(tokens)) if self.query is None else [self.query]:
+            rows = [values[index, head, number] for values in self.maps.values()]
+            add_row(strongest, str(number), tokens[number], *(self._strongest(row, top) for row in rows))
+        show(strongest)
+
+    def _strongest(self, row: Tensor, top: int) -> str:
+        values, numbers = row.topk(min(top, len(self.keys)))
+        pairs = zip(numbers.tolist(), values.tolist(), strict=True)
+        return " · ".join(
+            f"{self._label(key)} {100 * value:.0f}%" for key, value in pairs if value >= SHOWN_SHARE
+        )
+
+    def _label(self, key: int) -> str:
+        """A source token, with its number where it occurs more than once."""
+        token = self.keys[key]
+        return f"{token}#{key}" if self.keys.count(token) > 1 else token
+
+    def figure(self) -> Figure:
+        """Heatmaps of all queries, or one query over its image."""
+        from captum_hta.views import heatmaps
+
+        titles = self.titles("layer {layer}, head {head}")
+        maps = {name: self._of_heads(values) for name, values in self.maps.items()}
+        grid, image = self.encoding.grid, self.encoding.image
+        if grid is None or image is None or self.query is None:
+            return heatmaps.heatmaps(maps, self.encoding.tokens, titles, self.keys)
+        maps = {name: values[:, self.query] for name, values in maps.items()}
+        return heatmaps.overlays(maps, image, grid, self.encoding.tokens, self.query, titles)
+
+    def _of_heads(self, values: Tensor) -> NDArray:
+        """``[layer, query, key]`` of the heads to show."""
+        import numpy as np
+
+        return np.stack([values[index, head].numpy() for index, head in enumerate(self.heads)])
+
+    def print_figure(self, output: Path) -> None:
+        """Print where the figure is, and what its font cannot show."""
+        from captum_hta.views.heatmaps import undrawable
+
+        if undrawable([*self.encoding.tokens, *self.keys]):
+            say("Tokens with letters that the figure's font lacks are shown there by their numbers.", "dim")
+        say(f"{'Heatmap' if self.encoding.grid is None else 'Image'}: {output}")
 
 
 def _most_different(result: Contributions, index: int, query: int | None) -> int:
     """The head whose input contribution is furthest from its attention, in total variation."""
-    distance = (result.values[0, index] - result.attention[0, index]).abs().sum(-1)
+    distance = (result.values[0, index] - result.attention[0, index]).abs().sum(-1)  # head query
     return int((distance.sum(-1) if query is None else distance[:, query]).argmax())
-
-
-def _print_head(
-    results: dict[str, Contributions], index: int, title: str, head: int, query: int | None, top: int
-) -> None:
-    tokens = results["input"].tokens[0]
-    table = Table(title=f"{title}: strongest source tokens", title_justify="left")
-    table.add_column("#", justify="right", style="dim")
-    table.add_column("query", style="bold")
-    columns = {
-        "attention": results["input"].attention,
-        "previous layer": results["previous_layer"].values,
-        "input": results["input"].values,
-    }
-    for name in columns:
-        table.add_column(name)
-    for number in range(len(tokens)) if query is None else [query]:
-        rows = [values[0, index, head, number] for values in columns.values()]
-        shown = (_strongest(row, _keys(results), top) for row in rows)
-        table.add_row(str(number), plain(tokens[number]), *shown)
-    out.print(table)
-
-
-def _strongest(row: torch.Tensor, keys: list[str], top: int) -> str:
-    values, numbers = row.topk(min(top, len(keys)))
-    shown = [(int(key), value) for key, value in zip(numbers, values, strict=True) if value >= 0.005]
-    return plain(" · ".join(f"{_named(key, keys)} {100 * value:.0f}%" for key, value in shown))
-
-
-def _named(key: int, tokens: list[str]) -> str:
-    """A token, with its number where there are several of it."""
-    return f"{tokens[key]}#{key}" if tokens.count(tokens[key]) > 1 else tokens[key]
-
-
-def _check_head(head: int | None, model: Model) -> None:
-    if head is not None and not 0 <= head < model.num_heads:
-        raise UserError(f"--head {head} is no head: {model.name} has 0 to {model.num_heads - 1}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from captum_hta.cli.options import UserError
+from captum_hta.cli.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,36 @@
-"""``captum-hta study``."""
+"""``captum-hta study``: a model, or several, studied on a corpus."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from captum_hta import __version__
+from captum_hta.cli import STOPPED
+from captum_hta.cli.checks import check_folder, probes_or_exact
+from captum_hta.cli.console import (
+    add_row,
+    counted,
+    progress,
+    progress_of,
+    rounded,
+    say,
+    show,
+    table,
+    warn,
+)
+from captum_hta.cli.corpora import Corpus, Reading, check_source, read_corpus
+from captum_hta.cli.errors import UserError
+from captum_hta.cli.estimates import print_forecasts, print_standard_error
+from captum_hta.cli.loading import ModelChoice, layer_numbers, named_layers
 from captum_hta.cli.options import (
     Adapter,
-    Corpus,
     Debug,
     Device,
     Exact,
@@ -22,45 +38,34 @@ from captum_hta.cli.options import (
     Limit,
     Norm,
     Part,
-    Reading,
     Seed,
     Strict,
     TimesInputs,
     Tolerance,
     Truncation,
-    UserError,
-    announce,
-    check_folder,
-    counted,
-    err,
-    load,
-    named_layers,
-    out,
-    plain,
-    print_error,
-    probes_or_exact,
-    progress,
-    progress_of,
-    read_corpus,
-    rounded,
+    probes_option,
 )
 from captum_hta.cli.pairings import Pairing, pairings
-from captum_hta.model.encoding import Text
-from captum_hta.model.protocol import Model
-from captum_hta.report import one_study as report
-from captum_hta.report import several_studies as together
-from captum_hta.study import corpus
-from captum_hta.study import run as study
-from captum_hta.study.checkpoint import Shards
-from captum_hta.study.folder import check_nothing_kept
-from captum_hta.texts import encoded, missing_tokens
 
-INTERRUPTED = 130
-RUN_FACTS = ("data", "device", "label")
-"""Arguments that do not decide the numbers."""
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from captum_hta.model.encoding import Text
+    from captum_hta.model.protocol import Model
+    from captum_hta.report.several_studies import Part as StudyPart
+    from captum_hta.study.run import Setting, Study
+
+DEFAULT_PROBES = 16
+COLUMNS = {
+    "pearson_previous_layer_median": "previous layer, Pearson",
+    "spearman_previous_layer_median": "Spearman",
+    "pearson_input_median": "input, Pearson",
+    "spearman_input_median": "Spearman",
+}
+"""Columns of the summary by layer, and what they are called on the console."""
 
 
-def run_study(
+def study(
     data: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -69,7 +74,8 @@ def run_study(
         ),
     ] = None,
     more_data: Annotated[
-        list[Path] | None, typer.Option("--data", help="The same, where several models have one each.")
+        list[Path] | None,
+        typer.Option("--data", help="The same as an option, for one file per model."),
     ] = None,
     dataset: Annotated[
         list[str] | None,
@@ -87,18 +93,18 @@ def run_study(
         typer.Option(
             "--model",
             "-m",
-            help="A folder, or a name on the Hugging Face hub, such as bert-base-uncased. Default: the demo "
+            help="A folder or a name on the Hugging Face hub, such as bert-base-uncased. Default: the demo "
             "model, a 6-layer BERT.",
         ),
     ] = None,
     label: Annotated[
-        list[str] | None, typer.Option(help="What to call each run, where there are several.")
+        list[str] | None, typer.Option(help="What to call each study, where there are several.")
     ] = None,
     output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("hta-study"),
     limit: Limit = None,
     sample: Annotated[
         int | None,
-        typer.Option(help="Draw the --limit examples at random, by this seed, in the place of the first."),
+        typer.Option(help="Draw the --limit examples at random with this seed, instead of the first."),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Leave longer texts out (Pascual et al.: 64).", min=1)
@@ -114,13 +120,7 @@ def run_study(
     device: Device = None,
     seed: Seed = 0,
     norm: Norm = "frobenius",
-    probes: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Probes of each token for the input contribution. Default: {study.DEFAULT_PROBES}.",
-            min=1,
-        ),
-    ] = None,
+    probes: Annotated[int | None, probes_option(DEFAULT_PROBES)] = None,
     tolerance: Tolerance = None,
     exact: Exact = False,
     multiply_by_inputs: TimesInputs = False,
@@ -133,123 +133,167 @@ def run_study(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Study a model on a corpus: attention against what the heads really take in.
+    """Study a model on a corpus: how far attention differs from what the heads take in.
 
     Writes tables (CSV), figures (PNG), a record of the run (run.json) and report.html, after "Telling
     BERT's Full Story" (Pascual et al. 2021) and "On Identifiability in Transformers" (Brunner et al. 2020).
-    Bad lines are reported and skipped. What is done is kept in the folder: a study that was stopped goes on
-    when the same command is given again. Several models or corpora are studied one after the other, and
-    compared.
+    Bad lines are reported and skipped. Finished parts are kept in the folder: a study that was stopped
+    continues when the same command is given again. Several models or corpora are studied one after the
+    other, and compared.
 
     Example: captum-hta study pairs.jsonl --limit 50 --out results
     """
     if sample is not None and limit is None:
         raise UserError("--sample draws the --limit examples at random: say how many with --limit")
-    runs = pairings(
+    options = StudyOptions(
+        limit, sample, max_tokens, exclude_special, layers or "all", norm,
+        probes_or_exact(probes, tolerance, exact, norm, DEFAULT_PROBES),
+        tolerance, exact, multiply_by_inputs, seed, device, part, adapter, truncation, keep_contributions,
+    )  # fmt: skip
+    pairs = pairings(
         model or [], [*(data or []), *(more_data or [])], dataset or [], fields or [], label or []
     )
-    arguments = {
-        "limit": limit, "sample": sample, "max_tokens": max_tokens, "exclude_special": exclude_special,
-        "layers": layers or "all", "norm": norm,
-        "probes": probes_or_exact(probes, tolerance, exact, norm, study.DEFAULT_PROBES),
-        "tolerance": tolerance, "exact": exact, "multiply_by_inputs": multiply_by_inputs, "seed": seed,
-        "device": device, "part": part, "adapter": adapter, "truncation": truncation,
-        "keep_contributions": keep_contributions,
-    }  # fmt: skip
+    for pair in pairs:
+        check_source(pair.source)
+        options.choice(pair.model).check(layer_numbers(layers))
     check_folder(output)
-    if len(runs) == 1:
-        _Run(runs[0], output, arguments, strict).do()
+    if len(pairs) == 1:
+        OneStudy(pairs[0], output, options, strict).run()
         return
-    parts = [_Run(run, output / run.folder, arguments, strict, several=True).do() for run in runs]
-    together.write(output, parts)
-    out.print(f"All side by side: {output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+    parts = [OneStudy(pair, output / pair.folder, options, strict, several=True).run() for pair in pairs]
+    from captum_hta.report.several_studies import write
+
+    write(output, parts)
+    say(f"Comparison of all: {output / 'report.html'}")
 
 
 @dataclass(frozen=True)
-class _Run:
+class StudyOptions:
+    """The options that hold for every study of a command, as they are recorded."""
+
+    limit: int | None
+    sample: int | None
+    max_tokens: int | None
+    exclude_special: bool
+    layers: str
+    norm: str
+    probes: int | None
+    tolerance: float | None
+    exact: bool
+    multiply_by_inputs: bool
+    seed: int
+    device: str | None
+    part: str | None
+    adapter: str | None
+    truncation: bool
+    keep_contributions: bool
+
+    def choice(self, model: str | None) -> ModelChoice:
+        """The model of that name."""
+        return ModelChoice(model, self.device, self.adapter, self.part)
+
+    def setting(self, model: Model) -> Setting:
+        """The setting of a study of this model."""
+        from captum_hta.study.run import Setting
+
+        return Setting(
+            layers=named_layers(layer_numbers(self.layers), model),
+            norm=self.norm,
+            multiply_by_inputs=self.multiply_by_inputs,
+            n_probes=self.probes,
+            tolerance=self.tolerance,
+            seed=self.seed,
+            truncation=self.truncation,
+            exclude_special=self.exclude_special,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Those that decide the numbers."""
+        return {name: value for name, value in asdict(self).items() if name != "device"}
+
+
+@dataclass(frozen=True)
+class OneStudy:
     """The study of a model on a corpus.
 
     Attributes:
-        pairing: Which.
+        pairing: Model and corpus.
         folder: Where the results go.
-        arguments: Those of the command that hold for all runs.
+        options: The options of the command.
         strict: Stop at a bad line.
-        several: Whether there are others.
+        several: Whether the command has others.
     """
 
     pairing: Pairing
     folder: Path
-    arguments: dict[str, Any]
+    options: StudyOptions
     strict: bool
     several: bool = False
 
-    def do(self) -> together.Part:
-        """Study, write and print."""
+    def run(self) -> StudyPart:
+        """Run the study, write the folder and print a summary."""
         started = time.perf_counter()
         check_folder(self.folder)
-        model = load(
-            self.pairing.model,
-            self.arguments["device"],
-            self.arguments["adapter"],
-            self.arguments["part"],
-        )
+        model = self.options.choice(self.pairing.model).load()
         if model.reader.medium != "text":
             raise UserError(
-                f"{model.name} reads {model.reader.reads}; a study is of texts: name a model that reads them"
+                f"{model.name} reads {model.reader.reads}, and only models that read texts can be studied"
             )
-        setting = self._setting(model)
-        read = self._read(model)
-        cut = self._announce(model, read.texts, setting)
-        found = self._study(model, read.texts, setting)
-        record = self._record(model, read, cut, found, time.perf_counter() - started)
-        report.write(self.folder, found, record, model.num_layers)
-        print_study(found, model, self.folder, record["counts"])
-        return together.Part(self.pairing.label or "", self.pairing.folder, found, record, model.num_layers)
-
-    def _setting(self, model: Model) -> study.Setting:
-        asked = self.arguments
-        names = ("norm", "multiply_by_inputs", "tolerance", "seed", "truncation", "exclude_special")
-        layers = named_layers(None if asked["layers"] == "all" else asked["layers"], model)
-        return study.Setting(layers, n_probes=asked["probes"], **{name: asked[name] for name in names})
+        setting = self.options.setting(model)
+        corpus = self._read(model)
+        cut = self._announce(model, corpus.texts, setting)
+        found = self._study(model, corpus.texts, setting)
+        record = self._record(model, corpus, cut, found, time.perf_counter() - started)
+        return self._write(model, found, record)
 
     def _read(self, model: Model) -> Corpus:
-        names = ("limit", "sample", "max_tokens", "truncation")
-        asked = {name: self.arguments[name] for name in names}
-        reading = Reading(fields=self.pairing.fields, strict=self.strict, **asked)
-        return read_corpus(self.pairing.source or corpus.shipped_pairs(), model, reading)
+        options = self.options
+        reading = Reading(
+            options.limit, options.sample, self.pairing.fields, options.max_tokens, options.truncation,
+            self.strict,
+        )  # fmt: skip
+        return read_corpus(self.pairing.source, model, reading)
 
-    def _announce(self, model: Model, texts: list[Text], setting: study.Setting) -> int:
-        """Say what it will cost; the number of texts that are cut."""
+    def _announce(self, model: Model, texts: list[Text], setting: Setting) -> int:
+        """Print about what the study will cost; returns the number of texts that are cut."""
+        from captum_hta.texts import encoded, missing_tokens
+
         lengths, cut = [], 0
         for number, text in enumerate(texts):
             encoding = encoded(model, text, number, setting.truncation)
             lengths.append(len(encoding))
             cut += missing_tokens(model, text, encoding) > 0
-        asked = {"layers": setting.layers, "norm": setting.norm, "n_probes": setting.n_probes}
-        announce(model, lengths, asked, setting.tolerance, hidden=setting.norm != "spectral")
+        layers = named_layers(setting.layers, model)
+        hidden = setting.norm != "spectral"
+        print_forecasts(model, lengths, layers, setting.norm, setting.n_probes, setting.tolerance, hidden)
         return cut
 
-    def _study(self, model: Model, texts: list[Text], setting: study.Setting) -> study.Study:
-        digest = hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
-        facts = {name: value for name, value in self.arguments.items() if name not in RUN_FACTS}
-        facts |= {"model": model.fingerprint, "texts": digest, "version": __version__}
-        kept_in = self.folder if self.arguments["keep_contributions"] else None
+    def _study(self, model: Model, texts: list[Text], setting: Setting) -> Study:
+        from captum_hta.study import run as studies
+        from captum_hta.study.checkpoint import Shards
+        from captum_hta.study.folder import check_nothing_kept
+
+        kept_in = self.folder if self.options.keep_contributions else None
         if kept_in is not None and not (self.folder / "parts").exists():
             check_nothing_kept(self.folder)
-        shards = Shards(self.folder / "parts", facts)
+        shards = Shards(self.folder / "parts", self._facts(model, texts))
         try:
             with progress(len(texts)) as advance, progress_of("maps of hidden tokens") as advance_maps:
-                return study.run(
+                return studies.run(
                     model, texts, setting, lambda done: advance(done * len(texts)), shards, kept_in,
                     advance_maps,
                 )  # fmt: skip
         except KeyboardInterrupt:
-            err.print("stopped; the same command goes on from what is done")
-            raise SystemExit(INTERRUPTED) from None
+            warn("stopped; the same command continues from the finished parts")
+            raise SystemExit(STOPPED) from None
 
-    def _record(
-        self, model: Model, read: Corpus, cut: int, found: study.Study, seconds: float
-    ) -> dict[str, Any]:
+    def _facts(self, model: Model, texts: list[Text]) -> dict[str, Any]:
+        """What decides the numbers: a stopped study continues only if all of it is the same."""
+        digest = hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
+        own = {"model": model.fingerprint, "texts": digest, "version": __version__}
+        return self.options.facts() | own
+
+    def _record(self, model: Model, corpus: Corpus, cut: int, found: Study, seconds: float) -> dict[str, Any]:
         source, fields = self.pairing.source, self.pairing.fields
         data = {"data": str(source or "the shipped pairs"), "fields": ", ".join(fields) if fields else None}
         parts = {name: round(spent, 1) for name, spent in found.watch.seconds.items()}
@@ -257,50 +301,57 @@ class _Run:
             "model": model.name,
             "label": self.pairing.label,
             "several": self.several,
-            "arguments": data | self.arguments,
-            "seed": self.arguments["seed"],
+            "arguments": data | asdict(self.options),
+            "seed": self.options.seed,
             "counts": {
-                "examples": len(read.texts), "bad_lines": len(read.bad), "too_long": read.too_long,
+                "examples": len(corpus.texts), "bad_lines": len(corpus.bad), "too_long": corpus.too_long,
                 "cut": cut, "tokens": sum(found.tokens),
             },
             "seconds": parts | {"this command": round(seconds, 1)},
-            "bad_lines": [str(line) for line in read.bad],
+            "bad_lines": [str(line) for line in corpus.bad],
         }  # fmt: skip
 
+    def _write(self, model: Model, found: Study, record: dict[str, Any]) -> StudyPart:
+        """Write the folder and print a summary."""
+        from captum_hta.report import one_study
+        from captum_hta.report.several_studies import Part as StudyPart
 
-def print_study(found: study.Study, model: Model, folder: Path, counts: dict[str, int]) -> None:
-    """Print what was found, and where the rest is."""
-    summary = found.layer_summary()
-    table = Table(
-        title=f"{plain(model.name)}: medians over heads, correlation with attention", title_justify="left"
-    )
-    names = {
-        "layer": "layer",
-        "pearson_previous_layer_median": "previous layer, Pearson",
-        "spearman_previous_layer_median": "Spearman",
-        "pearson_input_median": "input, Pearson",
-        "spearman_input_median": "Spearman",
-    }
-    for name in names.values():
-        table.add_column(name, justify="right")
-    for _, row in summary.iterrows():
-        values = [rounded(row[name], ".2f") for name in list(names)[1:]]
-        table.add_row(f"{row['layer']:.0f}", *values)
-    out.print(table)
+        one_study.write(self.folder, found, record, model.num_layers)
+        _print_layers(found.layer_summary(), model.name)
+        _print_shares(found)
+        _print_left_out(model, record["counts"])
+        say(f"Report: {self.folder / 'report.html'}")
+        return StudyPart(self.pairing.label or "", self.pairing.folder, found, record, model.num_layers)
+
+
+def _print_layers(summary: pd.DataFrame, name: str) -> None:
+    medians = table(f"{name}: medians over heads, correlation with attention")
+    for title in ("layer", *COLUMNS.values()):
+        medians.add_column(title, justify="right")
+    for row in summary.to_dict("records"):
+        add_row(medians, f"{row['layer']:.0f}", *(rounded(row[column], ".2f") for column in COLUMNS))
+    show(medians)
+
+
+def _print_shares(found: Study) -> None:
+    """Print the findings about the previous layer, and the standard errors."""
     shares = found.findings()
-    out.print(
+    say(
         f"Previous layer: {rounded(shares['share_of_heads_pearson_over_0.85'], '.0%')} of heads over Pearson "
-        f"0.85, {rounded(shares['share_of_heads_spearman_over_0.95'], '.0%')} over Spearman 0.95.",
-        highlight=False,
+        f"0.85, {rounded(shares['share_of_heads_spearman_over_0.95'], '.0%')} over Spearman 0.95."
     )
     for source, errors in found.probe_errors().items():
-        print_error(source, errors["mean"], errors["largest"])
+        print_standard_error(source, errors["mean"], errors["largest"])
+
+
+def _print_left_out(model: Model, counts: Mapping[str, int]) -> None:
     left_out = {
         f"{counted(counts['bad_lines'], 'bad line')} skipped.": counts["bad_lines"],
         f"{counted(counts['too_long'], 'text')} left out by --max-tokens.": counts["too_long"],
-        f"{counted(counts['cut'], 'text')} cut, since {model.name} reads {model.max_length}.": counts["cut"],
+        f"{counted(counts['cut'], 'text')} cut: {model.name} reads at most {model.max_length}.": counts[
+            "cut"
+        ],
     }
     for sentence, count in left_out.items():
         if count:
-            out.print(sentence, highlight=False)
-    out.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+            say(sentence)

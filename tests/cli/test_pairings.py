@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from captum_hta.cli.options import UserError
+from captum_hta.cli.errors import UserError
 from captum_hta.cli.pairings import Pairing, pairings
 
 A, B = Path("data/a.jsonl"), Path("b.jsonl")
