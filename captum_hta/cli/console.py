@@ -34,9 +34,9 @@ def waiting(line: str) -> AbstractContextManager[object]:
     return _err.status(Text(line))
 
 
-def table(title: str, **options: bool) -> Table:
-    """An empty table; ``options`` are those of ``rich.table.Table``."""
-    return Table(title=Text(title, "table.title"), title_justify="left", **options)
+def table(title: str, header: bool = True) -> Table:
+    """An empty table with a title."""
+    return Table(title=Text(title, "table.title"), title_justify="left", show_header=header)
 
 
 def add_row(to: Table, *cells: str) -> None:

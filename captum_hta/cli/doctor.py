@@ -81,7 +81,7 @@ def _checks(model: Model) -> dict[str, str]:
 
 
 def _print_pairs(title: str, pairs: Mapping[str, str]) -> None:
-    pairs_table = table(title, show_header=False)
+    pairs_table = table(title, header=False)
     pairs_table.add_column(style="bold")
     pairs_table.add_column(overflow="fold")
     for name, value in pairs.items():

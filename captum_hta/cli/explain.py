@@ -32,6 +32,7 @@ from captum_hta.cli.options import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -163,7 +164,7 @@ def _encoded(model: Model, text: Text, truncation: bool) -> Encoding:
     encoding = encoded(model, text, 0, truncation)
     cut = missing_tokens(model, text, encoding) if truncation else 0
     if cut:
-        say(f"{counted(cut, 'token')} cut: {model.name} reads at most {model.max_length}.")
+        say(f"{counted(cut, 'token')} cut: {model.name} reads {model.max_length}.")
     return encoding
 
 
@@ -261,7 +262,7 @@ class Explanation:
         maps = {name: values[:, self.query] for name, values in maps.items()}
         return heatmaps.overlays(maps, image, grid, self.encoding.tokens, self.query, titles)
 
-    def _of_heads(self, values: Tensor) -> NDArray:
+    def _of_heads(self, values: Tensor) -> NDArray[np.float64]:
         """``[layer, query, key]`` of the heads to show."""
         import numpy as np
 

@@ -1,4 +1,4 @@
-"""Which models are studied on which corpora."""
+"""Pairs of a model and the corpus that it is studied on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from captum_hta.cli.errors import UserError
+
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -15,10 +19,10 @@ class Pairing:
     """A model and a corpus.
 
     Attributes:
-        model: Its folder or name; ``None`` for the demo model.
-        source: A file, or a dataset by name; ``None`` for the pairs that come with the package.
-        fields: Fields of its records; ``None`` for the usual ones.
-        label: What to call it among others; ``None``: it is the only one.
+        model: Folder or name of the model; ``None`` for the demo model.
+        source: A file, or the name of a dataset; ``None`` for the pairs that come with the package.
+        fields: Fields of the records to read; ``None`` for the usual ones.
+        label: What to call the study; ``None`` if it is the only one.
     """
 
     model: str | None
@@ -28,7 +32,7 @@ class Pairing:
 
     @property
     def folder(self) -> str:
-        """Where its results go in the folder of all."""
+        """Subfolder of the results."""
         return _file_name(self.label or "")
 
 
@@ -39,17 +43,17 @@ def pairings(
     fields: Sequence[str],
     labels: Sequence[str],
 ) -> list[Pairing]:
-    """Models and corpora in their order; one of a kind goes with all of the other.
+    """Pairs of models and corpora in order; a single model goes with every corpus, and the reverse.
 
     Raises:
-        UserError: If their numbers do not fit, or two would go by one name.
+        UserError: If the numbers of values do not match, or two studies would have the same name.
     """
     sources = [*files, *datasets]
     columns = {"--model": models, "--data": sources, "--fields": fields, "--label": labels}
     count = max(map(len, columns.values()), default=0) or 1
     for name, values in columns.items():
         if len(values) not in ((0, count) if name == "--label" else (0, 1, count)):
-            raise UserError(f"{name} is given {len(values)} times for {count} runs: give it once for each")
+            raise UserError(f"{name} is given {len(values)} times for {count} studies: give it once for each")
     named = [
         Pairing(_at(models, run), _at(sources, run), _fields(_at(fields, run)), _at(labels, run))
         for run in range(count)
@@ -57,12 +61,13 @@ def pairings(
     return named if count == 1 else _labelled(named)
 
 
-def _at(values: Sequence, run: int):
+def _at(values: Sequence[_Value], run: int) -> _Value | None:
+    """The value of that run; one value holds for all."""
     return values[run if len(values) > 1 else 0] if values else None
 
 
 def _fields(spec: str | None) -> tuple[str, ...] | None:
-    """The fields of a list such as ``"premise,hypothesis"``."""
+    """The fields in a list such as ``"premise,hypothesis"``."""
     if spec is None:
         return None
     names = tuple(name.strip() for name in spec.split(","))
@@ -72,7 +77,7 @@ def _fields(spec: str | None) -> tuple[str, ...] | None:
 
 
 def _labelled(runs: Sequence[Pairing]) -> list[Pairing]:
-    """Each with a label: the one that is given, or what tells it from the others."""
+    """Runs with labels: the given ones, or else whatever differs between the runs."""
     several = [
         name for name in ("model", "source", "fields") if len({getattr(run, name) for run in runs}) > 1
     ]
@@ -86,7 +91,7 @@ def _labelled(runs: Sequence[Pairing]) -> list[Pairing]:
     folders = [run.folder for run in labelled]
     twice = sorted({name for name in folders if folders.count(name) > 1})
     if twice:
-        raise UserError(f"two runs would be called {', '.join(twice)!r}: tell them apart with --label")
+        raise UserError(f"two studies would be called {', '.join(twice)!r}: give each its own --label")
     return labelled
 
 

@@ -348,9 +348,7 @@ def _print_left_out(model: Model, counts: Mapping[str, int]) -> None:
     left_out = {
         f"{counted(counts['bad_lines'], 'bad line')} skipped.": counts["bad_lines"],
         f"{counted(counts['too_long'], 'text')} left out by --max-tokens.": counts["too_long"],
-        f"{counted(counts['cut'], 'text')} cut: {model.name} reads at most {model.max_length}.": counts[
-            "cut"
-        ],
+        f"{counted(counts['cut'], 'text')} cut: {model.name} reads {model.max_length}.": counts["cut"],
     }
     for sentence, count in left_out.items():
         if count:

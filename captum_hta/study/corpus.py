@@ -1,4 +1,4 @@
-"""Texts to study: pairs or single texts, of JSON lines or of a dataset of the Hugging Face hub."""
+"""Texts to study, single or in pairs, from JSON lines or a dataset on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FIELDS = ("premise", "hypothesis")
 
 
 class DatasetError(ValueError):
-    """A dataset cannot be had."""
+    """A dataset cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line of the input that is no example."""
+    """A line or record that is not an example."""
 
     number: int
     problem: str
@@ -33,14 +33,14 @@ class BadLine:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which examples of a corpus are taken, and how they are read.
+    """Which examples of a corpus to take, and which fields of them.
 
     Attributes:
-        check: Says what is wrong with a text, or ``None``.
-        wanted: Whether a good text is to be taken; those that are not are left out silently.
-        limit: Take this many examples.
-        sample: Seed by which those are drawn at random; ``None``: the first ones.
-        fields: One or two fields of a record, dots leading into nested ones. ``None``: ``text``, or
+        check: Returns what is wrong with a text, or ``None``.
+        wanted: Whether to take a good text; others are left out without a message.
+        limit: Take at most this many examples; ``None`` for all.
+        sample: Seed to draw them at random; ``None`` for the first ones.
+        fields: One or two fields of a record, with dots for nested ones. ``None`` for ``text``, or
             ``premise`` and ``hypothesis``.
     """
 
@@ -61,10 +61,10 @@ def read_texts(path: Path, choice: Choice) -> tuple[list[Text], list[BadLine]]:
 
     Args:
         path: The file, in UTF-8.
-        choice: What is taken of it.
+        choice: Which examples to take.
 
     Returns:
-        The texts in the order of the file, and the lines that are none.
+        The texts in the order of the file, and the bad lines.
 
     Raises:
         OSError: If the file cannot be read.
@@ -74,15 +74,15 @@ def read_texts(path: Path, choice: Choice) -> tuple[list[Text], list[BadLine]]:
 
 
 def read_dataset(name: str, choice: Choice) -> tuple[list[Text], list[BadLine]]:
-    """Read a dataset with the package ``datasets``, which is streamed.
+    """Stream a dataset with the package ``datasets``.
 
     Args:
         name: ``PATH``, ``PATH:SPLIT`` or ``PATH:CONFIGURATION:SPLIT``, such as
             ``nyu-mll/glue:mnli:validation_matched``; without a split it is ``validation``.
-        choice: What is taken of it.
+        choice: Which examples to take.
 
     Returns:
-        The texts in their order, and the records that are none.
+        The texts in order, and the bad records.
 
     Raises:
         DatasetError: If ``datasets`` is missing or cannot load it.
@@ -97,20 +97,18 @@ def _records(name: str) -> Iterator[tuple[int, Any, str | None]]:
         raise DatasetError('datasets is not installed: pip install "captum-hta[datasets]"') from error
     path, *rest = name.split(":")
     if len(rest) > 2 or not all([path, *rest]):
-        raise DatasetError(f"{name!r} is no dataset: write PATH, PATH:SPLIT or PATH:CONFIGURATION:SPLIT")
+        raise DatasetError(f"{name!r} is not a dataset: write PATH, PATH:SPLIT or PATH:CONFIGURATION:SPLIT")
     split, configuration = (rest or ["validation"])[-1], rest[0] if len(rest) == 2 else None
     try:
         records = load_dataset(path, configuration, split=split, streaming=True)
         yield from ((number, record, None) for number, record in enumerate(records, 1))
-    except Exception as error:  # of many kinds: of the network, the hub, a builder
+    except Exception as error:  # of any type: from the network, the hub or a builder
         raise DatasetError(f"the dataset {name} cannot be loaded: {error}") from error
 
 
 @dataclass
 class _Drawn:
-    """The first examples, or as many at random: each of those seen is kept with the same chance (Vitter 1985,
-    algorithm R).
-    """
+    """The first examples, or a random sample in which each has the same chance (Vitter 1985, algorithm R)."""
 
     limit: int | None
     random: random.Random | None
@@ -119,17 +117,17 @@ class _Drawn:
 
     @property
     def full(self) -> bool:
-        """Whether no more need be seen."""
+        """Whether further examples would be ignored."""
         return self.random is None and self.limit is not None and self.seen >= self.limit
 
     def offer(self, text: Text) -> None:
         self.seen += 1
         if self.limit is None or self.seen <= self.limit:
             self.kept.append((self.seen, text))
-            return
-        place = self.random.randrange(self.seen)
-        if place < self.limit:
-            self.kept[place] = (self.seen, text)
+        elif self.random is not None:
+            place = self.random.randrange(self.seen)
+            if place < self.limit:
+                self.kept[place] = (self.seen, text)
 
     def texts(self) -> list[Text]:
         return [text for _, text in sorted(self.kept, key=lambda one: one[0])]
@@ -138,7 +136,7 @@ class _Drawn:
 def _chosen(
     records: Iterable[tuple[int, Any, str | None]], choice: Choice
 ) -> tuple[list[Text], list[BadLine]]:
-    """Texts and bad lines of numbered records, each with what is wrong with it."""
+    """The texts and bad lines among numbered records, each with its problem or ``None``."""
     drawn = _Drawn(choice.limit, None if choice.sample is None else random.Random(choice.sample))
     bad: list[BadLine] = []
     for number, record, problem in records:
@@ -148,7 +146,7 @@ def _chosen(
             bad.append(BadLine(number, problem))
         elif choice.wanted(text):
             drawn.offer(text)
-        if drawn.full:  # what comes after is not looked at
+        if drawn.full:
             break
     return drawn.texts(), bad
 
@@ -172,7 +170,7 @@ def _parse(line: bytes) -> tuple[Any, str | None]:
 
 
 def _text(record: Any, fields: Sequence[str] | None) -> tuple[Text, str | None]:
-    """The text of a record, and what is wrong with it."""
+    """The text of a record, and what is wrong with the record, if anything."""
     if not isinstance(record, dict):
         return "", f"not a JSON object but {type(record).__name__}"
     values = []
@@ -181,11 +179,11 @@ def _text(record: Any, fields: Sequence[str] | None) -> tuple[Text, str | None]:
         if problem:
             return "", problem
         values.append(value)
-    return (values[0] if len(values) == 1 else tuple(values)), None
+    return (values[0] if len(values) == 1 else (values[0], values[1])), None
 
 
 def _value(record: Mapping[str, Any], name: str, named: bool) -> tuple[str, str | None]:
-    """A field of a record, and what is wrong with it."""
+    """A field of a record, and what is wrong with it, if anything."""
     value: Any = record
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -197,5 +195,5 @@ def _value(record: Mapping[str, Any], name: str, named: bool) -> tuple[str, str 
     if not value.strip():
         return "", f"field {name!r} is empty"
     if any("\ud800" <= character <= "\udfff" for character in value):
-        return "", f"field {name!r} holds half a character (a lone surrogate)"
+        return "", f"field {name!r} contains half a character (a lone surrogate)"
     return value, None

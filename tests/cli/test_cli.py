@@ -23,11 +23,10 @@ from families import tiny
 from PIL import Image
 from tokenizing import byte_level
 
-from captum_hta import __version__, cli, contributions, open_study
-from captum_hta.cli import explain
+import captum_hta
+from captum_hta import __version__, cli, computation, contributions, open_study
 from captum_hta.integrations.transformer_lens import TransformerLensModel
-from captum_hta.integrations.transformer_lens import adapter as transformer_lens
-from captum_hta.model.protocol import Check
+from captum_hta.model.protocol import Check, Model
 from captum_hta.report import one_study as report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,7 +94,7 @@ class Done:
         errors = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1, self.err
         assert all(word in errors[0] for word in words), errors[0]
-        assert "should not happen" not in self.err
+        assert "This is a bug" not in self.err
         assert self.is_calm()
         assert self.code == code
 
@@ -115,12 +114,12 @@ def command(
     tmp_path: Path,
 ) -> Command:
     """The command within this process and an empty folder; the demo model is loaded once."""
-    load = transformer_lens.load_model
+    load = captum_hta.load_model
 
-    def loaded(name: str | None = None, **options: Any) -> TransformerLensModel:
+    def loaded(name: str | None = None, **options: Any) -> Model:
         return minilm if name is None and not any(options.values()) else load(name, **options)
 
-    monkeypatch.setattr(transformer_lens, "load_model", loaded)
+    monkeypatch.setattr(captum_hta, "load_model", loaded)
     monkeypatch.setattr(report, "figures", lambda study: [])  # slow; a process draws them
     monkeypatch.chdir(tmp_path)
 
@@ -469,7 +468,7 @@ def test_study_without_a_correlation(
     monkeypatch.setattr(report, "figures", DRAWN)
     data = written(tmp_path, b'{"text": "\xe2\x80\x8b"}')
     done = command("study", data, *FAST, "--out", "out")
-    assert "should not happen" not in done.err
+    assert "This is a bug" not in done.err
     assert done.is_calm()
 
 
@@ -524,7 +523,7 @@ def test_several_studies(command: Command, tmp_path: Path) -> None:
     options = ("--fields", "en", "--fields", "de", "--label", "English", "--label", "German")
     done = command("study", data, *FAST, *options, "--out", "out")
     assert done.code == 0
-    assert "All side by side: " in done.out
+    assert "Comparison of all: " in done.out
     folder = tmp_path / "out"
     for name in ("English", "German"):
         assert json.loads((folder / name / "run.json").read_text())["label"] == name
@@ -603,7 +602,7 @@ def test_explain_another_query(command: Command, vit: str, image: str) -> None:
 
 def test_the_head_is_chosen_by_the_query_shown(command: Command, vit: str, image: str) -> None:
     """As its row of the contributions says."""
-    model = transformer_lens.load_model(vit)
+    model = captum_hta.load_model(vit)
     found = contributions(model, image)
     distance = (found.values - found.attention)[0].abs().sum(-1)  # layer head query
     layer, query = (distance.argmax(1) != distance.sum(-1).argmax(1)[:, None]).nonzero()[0].tolist()
@@ -876,7 +875,7 @@ def test_wrong_usage(command: Command, arguments: tuple[str, ...], word: str) ->
     """Wrong usage is status 2 and names the argument; it is not taken for a bug."""
     done = command(*arguments)
     assert done.is_calm()
-    assert "should not happen" not in done.err
+    assert "This is a bug" not in done.err
     assert word in done.err.lower()
     assert done.code == 2
 
@@ -917,7 +916,7 @@ def test_unexpected_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(explain, "contributions", broken)
+    monkeypatch.setattr(computation, "contributions", broken)
     done = command("explain", "Go")
     assert done.code == 1
     assert "error: RuntimeError: out of luck" in done.err

@@ -56,11 +56,11 @@ def test_labels_are_those_given() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"models": ("m", "n"), "files": (A, B, A)}, "--model is given 2 times for 3 runs"),
-        ({"files": (A, B), "labels": ("x",)}, "--label is given 1 times for 2 runs"),
-        ({"files": (A, B), "fields": ("a", "b", "c")}, "--data is given 2 times for 3 runs"),
-        ({"files": (A, A)}, "tell them apart with --label"),
-        ({"files": (A, B), "labels": ("x/y", "x y")}, "two runs would be called 'x-y'"),
+        ({"models": ("m", "n"), "files": (A, B, A)}, "--model is given 2 times for 3 studies"),
+        ({"files": (A, B), "labels": ("x",)}, "--label is given 1 times for 2 studies"),
+        ({"files": (A, B), "fields": ("a", "b", "c")}, "--data is given 2 times for 3 studies"),
+        ({"files": (A, A)}, "give each its own --label"),
+        ({"files": (A, B), "labels": ("x/y", "x y")}, "two studies would be called 'x-y'"),
         ({"fields": ("a,b,c",)}, "must name one field or two"),
         ({"fields": ("a,",)}, "must name one field or two"),
     ],
