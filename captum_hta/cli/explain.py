@@ -31,8 +31,8 @@ from captum_hta.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     import numpy as np
+    from matplotlib.figure import Figure
     from numpy.typing import NDArray
     from torch import Tensor
 

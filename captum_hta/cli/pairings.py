@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from captum_hta.cli.errors import UserError
 
-
 _Value = TypeVar("_Value")
 
 
@@ -48,7 +47,7 @@ def pairings(
     Raises:
         UserError: If the numbers of values do not match, or two studies would have the same name.
     """
-    sources = [*files, *datasets]
+    sources: list[Path | str] = [*files, *datasets]
     columns = {"--model": models, "--data": sources, "--fields": fields, "--label": labels}
     count = max(map(len, columns.values()), default=0) or 1
     for name, values in columns.items():
