@@ -1,10 +1,8 @@
-"""Contributions beside other methods: how far they agree, and which of them tells what heads really do."""
+"""Contributions and other methods: how far they agree, and which ranks tokens as heads respond to changes."""
 
-from captum_hta import compare, contributions, load_model
+from captum_hta import compare, contributions, faithfulness, load_model
 from captum_hta.baselines import AttentionRollout, AttentionWeights, ValueWeightedNorm
-from captum_hta.evaluation import faithfulness
-from captum_hta.evaluation.comparison import HtaMethod
-from captum_hta.evaluation.interventions import Noise, Zero
+from captum_hta.evaluation import HtaMethod, Noise, ZeroVector
 
 model = load_model()
 texts = [("The trophy did not fit in the suitcase.", "It was too big."), "Dogs bark at night."]
@@ -13,9 +11,9 @@ baselines = [AttentionWeights(model), ValueWeightedNorm(model), AttentionRollout
 table = compare(total, {method.name: method.attribute(texts) for method in baselines})
 print(table.groupby(["method", "layer"])["spearman"].mean().unstack("layer").round(2))
 
-# Change each source token in turn, see how far each head moves, and ask which method said so.
+# Change each source token in turn, measure how far each head moves, and rank the methods by it.
 methods = [HtaMethod(model, "input", n_probes=16), *baselines]
-found = faithfulness(model, texts, methods, [Noise(0.01), Zero()])
+found = faithfulness(model, texts, methods, [Noise(0.01), ZeroVector()])
 ranking = found.summary().pivot(index="method", columns="intervention", values="spearman")
 print(ranking.round(2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
@@ -12,7 +13,8 @@ from captum.attr import InputXGradient, IntegratedGradients, Saliency
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta.baselines.base import Baseline, Example, wide
+from captum_hta.baselines.base import Baseline
+from captum_hta.model.activations import Activations, promoted
 from captum_hta.model.protocol import Model
 from captum_hta.model.sites import Site, replaced
 
@@ -22,45 +24,47 @@ class LogitBaseline(Baseline):
 
     Args:
         model: An adapter around a model with a head.
-        position: Where the logit is, negative from the end; of a classifier it does not matter.
-        token: Which logit, by its token's id or of a class its number. Default: ``None``, the largest.
+        position: The token position of the logit, negative from the end; ignored for classifiers.
+        token: The logit: a token id, or for a classifier the number of a class. Default: ``None``, the
+            largest logit.
 
     Raises:
-        ValueError: On ``attribute``, if the model has no logits, or not that one.
+        ValueError: From ``attribute``, if the model has no logits, or not this one.
     """
 
     def __init__(self, model: Model, position: int = -1, token: int | None = None) -> None:
         super().__init__(model)
         self.position, self.token = position, token
 
-    def score(self, example: Example, place: Site | Module) -> Callable[..., Tensor]:
-        """The logit as a function of what is at a place, ``[copy, ...]``, and of the model's arguments."""
-        token = self._token(example)
+    def logit_from(self, activations: Activations, place: Site | Module) -> Callable[..., Tensor]:
+        """The logit as a function of the tensor at a place, ``[copy, ...]``, and the model's arguments."""
+        token = self._token(activations)
 
         def logit(value: Tensor, *arguments: Any) -> Tensor:
             with replaced(place, lambda given: value.to(given.dtype).reshape(given.shape)):
-                return self._pick(self.model.logits(*arguments), token)
+                return self._at(self.model.logits(*arguments))[:, token]
 
         return logit
 
-    def _token(self, example: Example) -> int:
+    def _token(self, activations: Activations) -> int:
+        """The number of the logit in the model's output."""
         with torch.no_grad():
-            logits = self.model.logits(*example.repeated(1))
+            logits = self.model.logits(*activations.repeated(1))
         if logits.dim() == 3 and not -logits.shape[1] <= self.position < logits.shape[1]:
-            raise ValueError(f"position {self.position} is none: the text has {logits.shape[1]} tokens")
+            raise ValueError(
+                f"position must be between {-logits.shape[1]} and {logits.shape[1] - 1}, as the text has "
+                f"{logits.shape[1]} tokens, got {self.position}"
+            )
         last = self._at(logits)[0]
-        if self.token is not None and not 0 <= self.token < len(last):
-            raise ValueError(f"token {self.token} is none: the model has logits of {len(last)}")
+        check_token(self.token, len(last))
         return int(last.argmax()) if self.token is None else self.token
 
     def _at(self, logits: Tensor) -> Tensor:
+        """Logits of all tokens or classes, ``[copy, token]``."""
         return logits if logits.dim() == 2 else logits[:, self.position]
 
-    def _pick(self, logits: Tensor, token: int) -> Tensor:
-        return self._at(logits)[:, token]
-
-    def gradients(self, example: Example, token: int) -> Tensor:
-        """Of the logit with respect to every head's output, ``[layer, head, query, d_head]``."""
+    def head_gradients(self, activations: Activations, token: int) -> Tensor:
+        """Gradients of the logit with respect to every head's output, ``[layer, head, query, d_head]``."""
         outputs: list[Tensor] = []
 
         def split_off(z: Tensor) -> Tensor:
@@ -70,32 +74,42 @@ class LogitBaseline(Baseline):
         with torch.enable_grad(), ExitStack() as stack:
             for layer in range(self.model.num_layers):
                 stack.enter_context(replaced(self.model.target(layer, "head"), split_off))
-            logit = self._pick(self.model.logits(*example.repeated(1)), token)
+            logit = self._at(self.model.logits(*activations.repeated(1)))[:, token]
         found = torch.autograd.grad(logit.sum(), outputs)
-        heads = [wide(one).reshape(*one.shape[:2], self.model.num_heads, -1).transpose(1, 2) for one in found]
+        heads = [promoted(g).reshape(*g.shape[:2], self.model.num_heads, -1).transpose(1, 2) for g in found]
         return torch.cat(heads)
 
 
+def check_token(token: int | None, count: int) -> None:
+    """Check the number of a logit, which may be ``None``.
+
+    Raises:
+        ValueError: If the model has no logit of that number.
+    """
+    if token is not None and not 0 <= token < count:
+        raise ValueError(f"token must be between 0 and {count - 1}, the logits of the model, got {token}")
+
+
 class SteppedBaseline(LogitBaseline):
-    """A method that goes from a baseline to what is there in steps.
+    """A method that sums gradients along a path from a baseline input to the input.
 
     Args:
         model: An adapter around a model with a head.
-        position: Where the logit is, negative from the end.
-        token: Which logit. Default: ``None``, the largest.
-        n_steps: Steps of the mode. Default: ``None``, :attr:`steps`.
+        position: The token position of the logit, negative from the end.
+        token: The logit. Default: ``None``, the largest.
+        n_steps: Number of steps along the path. Default: ``None``, :attr:`default_steps`.
 
     Raises:
-        ValueError: If ``n_steps`` is no positive int.
+        ValueError: If ``n_steps`` is not a positive int.
     """
 
-    steps: ClassVar[int] = 50
+    default_steps: ClassVar[int] = 50
 
     def __init__(
         self, model: Model, position: int = -1, token: int | None = None, n_steps: int | None = None
     ) -> None:
         super().__init__(model, position, token)
-        self.n_steps = self.steps if n_steps is None else n_steps
+        self.n_steps = self.default_steps if n_steps is None else n_steps
         if not isinstance(self.n_steps, int) or self.n_steps < 1:
             raise ValueError(f"n_steps must be a positive int, got {n_steps!r}")
 
@@ -104,8 +118,8 @@ class GradientTimesAttention(LogitBaseline):
     r"""Each attention weight times the gradient of the logit with respect to it,
     :math:`a_{ji}\, \partial F / \partial a_{ji}`.
 
-    The gradient is that of the head's output times the value, since :math:`z_j = \sum_i a_{ji} v_i`; so it is
-    right also where edits of a pattern would be discarded.
+    Since :math:`z_j = \sum_i a_{ji} v_i`, that gradient is the product of the gradient with respect to the
+    head's output and the value; this also holds for models that discard edits of their patterns.
 
     References:
         Captum's tutorial "Interpreting BERT Models (Part 2)"; the one-step case of Hao et al. 2021.
@@ -113,22 +127,23 @@ class GradientTimesAttention(LogitBaseline):
 
     name = "gradient x attention"
 
-    def of(self, example: Example) -> Tensor:
-        """The values of one text, without the batch axis."""
-        return example.pattern * (self.gradients(example, self._token(example)) @ example.value.mT)
+    def values(self, activations: Activations) -> Tensor:
+        """``[layer, head, query, key]``."""
+        gradients = self.head_gradients(activations, self._token(activations))
+        return activations.pattern * (gradients @ activations.value.mT)
 
 
 class IntegratedAttention(SteppedBaseline):
-    r"""Integrated gradients on each layer's pattern, from no attention to the pattern as it is:
+    r"""Integrated gradients on each layer's pattern, from no attention to the actual pattern:
     :math:`a_{ji} \int_0^1 \partial F(t A) / \partial a_{ji}\, dt`, with Captum's ``IntegratedGradients``.
 
-    Of each layer the values add up to the logit less what it is without that layer's heads.
+    The values of a layer add up to the logit minus the logit without that layer's heads.
 
     Args:
         model: An adapter around a model with a head.
-        position: Where the logit is, negative from the end.
-        token: Which logit. Default: ``None``, the largest.
-        n_steps: Steps of the integral.
+        position: The token position of the logit, negative from the end.
+        token: The logit. Default: ``None``, the largest.
+        n_steps: Number of steps of the integral.
 
     References:
         Hao et al., "Self-Attention Attribution: Interpreting Information Interactions Inside Transformer",
@@ -137,33 +152,33 @@ class IntegratedAttention(SteppedBaseline):
 
     name = "integrated attention"
 
-    def of(self, example: Example) -> Tensor:
-        """The values of one text, without the batch axis."""
-        z = (example.pattern @ example.value).transpose(1, 2).flatten(2)  # [layer, query, head * d_head]
-        gradients = [self._mean_gradient(example, layer, z[layer : layer + 1]) for layer in range(len(z))]
-        return example.pattern * (torch.stack(gradients) @ example.value.mT)
+    def values(self, activations: Activations) -> Tensor:
+        """``[layer, head, query, key]``."""
+        z = (
+            (activations.pattern @ activations.value).transpose(1, 2).flatten(2)
+        )  # [layer, query, head * d_head]
+        gradients = [self._mean_gradient(activations, layer, one[None]) for layer, one in enumerate(z)]
+        return activations.pattern * (torch.stack(gradients) @ activations.value.mT)
 
-    def _mean_gradient(self, example: Example, layer: int, z: Tensor) -> Tensor:
-        """Over the path, ``[head, query, d_head]``."""
-        method = IntegratedGradients(
-            self.score(example, self.model.target(layer, "head")), multiply_by_inputs=False
+    def _mean_gradient(self, activations: Activations, layer: int, z: Tensor) -> Tensor:
+        """The mean gradient along the path from zero to ``z``, ``[head, query, d_head]``."""
+        logit = self.logit_from(activations, self.model.target(layer, "head"))
+        mean: Tensor = IntegratedGradients(logit, multiply_by_inputs=False).attribute(
+            z, additional_forward_args=activations.repeated(1), n_steps=self.n_steps, internal_batch_size=16
         )
-        mean = method.attribute(
-            z, additional_forward_args=example.repeated(1), n_steps=self.n_steps, internal_batch_size=16
-        )
-        return wide(mean[0]).unflatten(1, (self.model.num_heads, -1)).transpose(0, 1)
+        return promoted(mean[0]).reshape(z.shape[1], self.model.num_heads, -1).transpose(0, 1)
 
 
 class AttentionConductance(SteppedBaseline):
-    r"""What flows through each attention weight while the embedding grows from zero:
-    :math:`\sum_k \partial F / \partial a\, (a_{k+1} - a_k)` over Gauss-Legendre points of the mode, as
-    Captum's ``LayerConductance`` on the pattern.
+    r"""The change of the logit that flows through each attention weight while the embedding grows from zero:
+    :math:`\sum_k \partial F / \partial a\, (a_{k+1} - a_k)` over Gauss-Legendre points of the path, as
+    Captum's ``LayerConductance`` gives on the pattern.
 
     Args:
         model: An adapter around a model with a head.
-        position: Where the logit is, negative from the end.
-        token: Which logit. Default: ``None``, the largest.
-        n_steps: Steps of the mode.
+        position: The token position of the logit, negative from the end.
+        token: The logit. Default: ``None``, the largest.
+        n_steps: Number of steps along the path.
 
     References:
         Dhamdhere et al., "How Important Is a Neuron?", ICLR 2019; Captum's tutorial "Interpreting BERT Models
@@ -171,58 +186,55 @@ class AttentionConductance(SteppedBaseline):
     """
 
     name = "attention conductance"
+    default_steps = 20
 
-    steps = 20
-
-    def of(self, example: Example) -> Tensor:
-        """The values of one text, without the batch axis."""
-        token = self._token(example)
+    def values(self, activations: Activations) -> Tensor:
+        """``[layer, head, query, key]``."""
+        token = self._token(activations)
         points = (np.polynomial.legendre.leggauss(self.n_steps + 1)[0] + 1) / 2
-        total: Tensor | int = 0
-        before = None
-        for point in points:
-            pattern, gradient = self._at_point(example, float(point), token)
-            if before is not None:
-                total = total + before[1] * (pattern - before[0])
-            before = pattern, gradient
+        pattern, gradient = self._at_point(activations, float(points[0]), token)
+        total = torch.zeros_like(pattern)
+        for point in points[1:]:
+            previous, slope = pattern, gradient
+            pattern, gradient = self._at_point(activations, float(point), token)
+            total += slope * (pattern - previous)
         return total
 
-    def _at_point(self, example: Example, point: float, token: int) -> tuple[Tensor, Tensor]:
-        """Patterns and gradients with respect to them, where the embedding is scaled."""
-        here = Example(self.model, example.batch)
+    def _at_point(self, activations: Activations, point: float, token: int) -> tuple[Tensor, Tensor]:
+        """Patterns and the gradients with respect to them, with the embedding scaled by ``point``."""
+        scaled = Activations(self.model, activations.batch)
         with replaced(self.model.source(0), lambda x: point * x):
-            return here.pattern, self.gradients(here, token) @ here.value.mT
+            return scaled.pattern, self.head_gradients(scaled, token) @ scaled.value.mT
 
 
 class EmbeddingBaseline(LogitBaseline):
-    """An attribution of the logit to the embedding that enters the first block, by a class of Captum.
+    """An attribution of the logit to the embedding that enters the first block, by one of Captum's classes.
 
-    Only the row of the logit's position holds numbers, the others NaN.
+    Only the row at the logit's position holds numbers; the others are NaN.
     """
 
     axes = "batch query key"
 
-    def of(self, example: Example) -> Tensor:
-        """The values of one text, without the batch axis."""
-        place = self.model.source(0)
-        x = example.hidden[:1].clone().requires_grad_()
-        components = self.attributed(self.score(example, place), x, example.repeated(1))[0]
-        row = wide(self.summary(components))
+    def values(self, activations: Activations) -> Tensor:
+        """``[query, key]``."""
+        x = activations.hidden[:1].clone().requires_grad_()
+        logit = self.logit_from(activations, self.model.source(0))
+        row = promoted(self.summary(self.attributed(logit, x, activations.repeated(1))[0]))
         out = row.new_full((len(row), len(row)), torch.nan)
         out[self.position] = row
         return out
 
+    @abstractmethod
     def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """The attribution of each component of ``x``, ``[1, token, width]``."""
-        raise NotImplementedError
+        """The attribution to each component of ``x``, ``[1, token, width]``."""
 
     def summary(self, components: Tensor) -> Tensor:
-        """One number a token: the sum of its components, by which attributions stay complete."""
+        """One number a token: the sum over components, which keeps attributions complete."""
         return components.sum(-1)
 
 
 class EmbeddingSaliency(EmbeddingBaseline):
-    """Captum's ``Saliency``: the length of the gradient at each token.
+    """Captum's ``Saliency``: the norm of the gradient at each token.
 
     References:
         Simonyan et al., "Deep Inside Convolutional Networks", ICLR workshop 2014.
@@ -231,12 +243,14 @@ class EmbeddingSaliency(EmbeddingBaseline):
     name = "saliency"
 
     def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """The attribution of each component of ``x``, ``[1, token, width]``."""
-        return Saliency(logit).attribute(x, additional_forward_args=arguments)
+        """The attribution to each component of ``x``, ``[1, token, width]``."""
+        found: Tensor = Saliency(logit).attribute(x, additional_forward_args=arguments)
+        return found
 
     def summary(self, components: Tensor) -> Tensor:
-        """The length of the gradient."""
-        return components.norm(dim=-1)
+        """The norm of the gradient."""
+        norms: Tensor = torch.linalg.vector_norm(components, dim=-1)
+        return norms
 
 
 class EmbeddingInputXGradient(EmbeddingBaseline):
@@ -249,8 +263,9 @@ class EmbeddingInputXGradient(EmbeddingBaseline):
     name = "input x gradient"
 
     def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """The attribution of each component of ``x``, ``[1, token, width]``."""
-        return InputXGradient(logit).attribute(x, additional_forward_args=arguments)
+        """The attribution to each component of ``x``, ``[1, token, width]``."""
+        found: Tensor = InputXGradient(logit).attribute(x, additional_forward_args=arguments)
+        return found
 
 
 class EmbeddingIntegratedGradients(SteppedBaseline, EmbeddingBaseline):
@@ -258,9 +273,9 @@ class EmbeddingIntegratedGradients(SteppedBaseline, EmbeddingBaseline):
 
     Args:
         model: An adapter around a model with a head.
-        position: Where the logit is, negative from the end.
-        token: Which logit. Default: ``None``, the largest.
-        n_steps: Steps of the integral.
+        position: The token position of the logit, negative from the end.
+        token: The logit. Default: ``None``, the largest.
+        n_steps: Number of steps of the integral.
 
     References:
         Sundararajan et al. 2017.
@@ -269,7 +284,8 @@ class EmbeddingIntegratedGradients(SteppedBaseline, EmbeddingBaseline):
     name = "integrated gradients"
 
     def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """The attribution of each component of ``x``, ``[1, token, width]``."""
-        return IntegratedGradients(logit).attribute(
+        """The attribution to each component of ``x``, ``[1, token, width]``."""
+        found: Tensor = IntegratedGradients(logit).attribute(
             x, additional_forward_args=arguments, n_steps=self.n_steps, internal_batch_size=16
         )
+        return found

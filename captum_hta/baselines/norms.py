@@ -1,54 +1,47 @@
-"""The lengths of what tokens give, after Kobayashi et al. 2020 and 2021."""
+"""Norms of what each key adds to a query, after Kobayashi et al. 2020 and 2021."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from captum_hta.baselines.base import Baseline, Example, wide
-from captum_hta.model.attention import OutputProjection
+from captum_hta.baselines.base import Baseline
+from captum_hta.model.activations import Activations, promoted
+from captum_hta.model.attention import SumNorm
 from captum_hta.model.protocol import Model
 
 
 class ValueWeightedNorm(Baseline):
-    r"""The length of what a head takes from a token: :math:`\| \alpha_{ji} f(x_i) \|`, with :math:`f(x)` the
-    value of a token after the output projection, or for the whole layer
-    :math:`\| \sum_h \alpha_{ji}^h f^h(x_i) \|`.
+    r"""The norm of what a head takes from a token: :math:`\| \alpha_{ji} f(x_i) \|`, where :math:`f(x)` is
+    the token's value after the output projection, or for a whole layer :math:`\| \sum_h \alpha_{ji}^h
+    f^h(x_i) \|`.
 
     Args:
         model: An adapter around a model.
-        heads: Whether each head is taken alone (the default), or all of a layer together.
+        heads: Whether to give each head (the default) or all heads of a layer together.
 
     References:
         Kobayashi et al., "Attention is Not Only a Weight: Analyzing Transformers with Vector Norms", EMNLP
         2020; Captum's tutorial "Interpreting BERT Models (Part 2)".
     """
 
-    crosses = True
+    supports_cross_attention = True
 
     def __init__(self, model: Model, heads: bool = True) -> None:
         super().__init__(model)
         self.heads = heads
+        self.name = "value-weighted norm" if heads else "value-weighted norm of the layer"
+        self.axes = "batch layer head query key" if heads else "batch layer query key"
 
-    @property
-    def name(self) -> str:
-        """What tables call it."""
-        return "value-weighted norm" if self.heads else "value-weighted norm of the layer"
-
-    @property
-    def axes(self) -> str:
-        """The axes of the result."""
-        return "batch layer head query key" if self.heads else "batch layer query key"
-
-    def of(self, example: Example) -> Tensor:
-        """The values of one text, without the batch axis."""
+    def values(self, activations: Activations) -> Tensor:
+        """``[layer, head, query, key]``, without the head axis for whole layers."""
         if self.heads:
-            return example.pattern * example.projected.norm(dim=-1)[..., None, :]
-        return mixed(example).norm(dim=-1)
+            return activations.pattern * _norms(activations.projected)[..., None, :]
+        return _norms(torch.einsum("lhqk,lhkd->lqkd", activations.pattern, activations.projected))
 
 
 class ValueNorm(Baseline):
-    r"""The length of a token's value after the output projection, :math:`\| f(x_i) \|`, the same for every
+    r"""The norm of a token's value after the output projection, :math:`\| f(x_i) \|`, the same for every
     query.
 
     References:
@@ -56,68 +49,71 @@ class ValueNorm(Baseline):
     """
 
     name = "value norm"
-    crosses = True
+    supports_cross_attention = True
 
-    def of(self, example: Example) -> Tensor:
-        """The values of one text, without the batch axis."""
-        return example.projected.norm(dim=-1)[..., None, :].expand_as(example.pattern)
+    def values(self, activations: Activations) -> Tensor:
+        """``[layer, head, query, key]``."""
+        return _norms(activations.projected)[..., None, :].expand_as(activations.pattern)
 
 
 class BlockNorm(Baseline):
-    """The length of what a token gives to a block's sum of attention and residual, behind the norm of a
-    post-LN block.
+    """The norm of what a token adds to a block's sum of attention and residual, after the LayerNorm of that
+    sum in a post-LN block.
 
     References:
         Kobayashi et al., "Incorporating Residual and Normalization Layers into Analysis of Masked Language
-        Models", EMNLP 2021 (there "AttnResLn-N"; of a pre-LN block "AttnRes-N").
+        Models", EMNLP 2021, where it is called "AttnResLn-N", or for a pre-LN block "AttnRes-N".
     """
 
     name = "block norm"
     axes = "batch layer query key"
 
-    def of(self, example: Example) -> Tensor:
-        """The values of one text, without the batch axis."""
-        return torch.stack(
-            [block_parts(example, layer)[0].norm(dim=-1) for layer in range(len(example.projections))]
-        )
+    def values(self, activations: Activations) -> Tensor:
+        """``[layer, query, key]``."""
+        layers = range(len(activations.projections))
+        return torch.stack([_norms(decomposed_block(activations, layer)[0]) for layer in layers])
 
 
-def mixed(example: Example) -> Tensor:
-    """What each key gives to each query through all heads: ``[layer, query, key, width]``."""
-    return torch.einsum("lhqk,lhkd->lqkd", example.pattern, example.projected)
+def _norms(vectors: Tensor) -> Tensor:
+    """Euclidean norms over the last axis."""
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
+    return norms
 
 
-def block_parts(example: Example, layer: int) -> tuple[Tensor, Tensor]:
-    """A block's sum of attention and residual taken apart by keys, through its norm where it has one there.
+def decomposed_block(activations: Activations, layer: int) -> tuple[Tensor, Tensor]:
+    """Split a block's sum of attention and residual by key, after the LayerNorm of that sum if there is one.
+
+    Args:
+        activations: The text.
+        layer: The block.
 
     Returns:
-        The parts ``[query, key, width]``, and the whole ``[query, width]``: the parts with what belongs to no
-        key, which are biases. It is what the second half of the block reads.
+        What each key adds, ``[query, key, width]``, and the whole ``[query, width]``, which the second half
+        of the block reads: the sum over keys plus the biases, which belong to no key.
 
     Raises:
-        ValueError: If what heads say is not added to the residual as it is.
+        ValueError: If the heads' outputs are not added to the residual unchanged.
     """
-    projection = example.projections[layer]
+    projection = activations.projections[layer]
     if not projection.residual:
         raise ValueError(
-            f"{example.model.name} normalises or scales what its heads say before it is added, which this "
-            "method does not know"
+            f"{activations.model.name} normalises or scales the heads' outputs before they are added to the "
+            "residual, which this method does not cover"
         )
-    parts = torch.einsum("hqk,hkd->qkd", example.pattern[layer], example.projected[layer])
-    parts = parts + torch.diag_embed(example.hidden[layer].mT).permute(1, 2, 0)
-    whole = parts.sum(1)
+    added = torch.einsum("hqk,hkd->qkd", activations.pattern[layer], activations.projected[layer])
+    added = added + torch.diag_embed(activations.hidden[layer].mT).permute(1, 2, 0)
+    whole = added.sum(1)
     if projection.bias is not None:
-        whole = whole + wide(projection.bias)
-    return (parts, whole) if projection.norm is None else _normalised(projection, parts, whole)
+        whole = whole + promoted(projection.bias)
+    return (added, whole) if projection.norm is None else _normalised(projection.norm, added, whole)
 
 
-def _normalised(projection: OutputProjection, parts: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Through a LayerNorm whose scale is that of the whole."""
-    norm = projection.norm
+def _normalised(norm: SumNorm, added: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply a LayerNorm with the scale of the whole."""
     scale = (whole.var(-1, unbiased=False) + norm.eps).rsqrt()
-    weight = wide(norm.weight)
+    weight = promoted(norm.weight)
 
-    def through(vectors: Tensor, by: Tensor) -> Tensor:
+    def scaled(vectors: Tensor, by: Tensor) -> Tensor:
         return (vectors - vectors.mean(-1, keepdim=True)) * weight * by
 
-    return through(parts, scale[:, None, None]), through(whole, scale[:, None]) + wide(norm.bias)
+    return scaled(added, scale[:, None, None]), scaled(whole, scale[:, None]) + promoted(norm.bias)

@@ -1,16 +1,18 @@
-"""Jacobian scopes: what moves the final hidden state along a direction that means something."""
+"""Jacobian scopes: how tokens move the final hidden state along a meaningful direction."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, eigsh
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta.baselines.base import Baseline, Example, wide
+from captum_hta.baselines.base import Baseline
+from captum_hta.baselines.logits import check_token
 from captum_hta.jacobian.engine import Question, answer
 from captum_hta.jacobian.forward_pass import ForwardPass
+from captum_hta.model.activations import Activations, promoted
 from captum_hta.model.protocol import Model
 from captum_hta.model.sites import Site, observed
 
@@ -18,17 +20,17 @@ SCOPES = ("semantic", "temperature", "fisher")
 
 
 class JacobianScope(Baseline):
-    r"""The length of :math:`v^\top J_{ji}`, from the embedding of token ``i`` to the normed final hidden
-    state of token ``j``.
+    r"""The norm of :math:`v^\top J_{ji}`, with the Jacobian from the embedding of token ``i`` to the final
+    hidden state of token ``j`` after the last norm.
 
-    The vector is the row of the unembedding of a token (``"semantic"``), the direction of the hidden state
-    itself (``"temperature"``), or the leading eigenvector of the Fisher information of the next token,
+    The vector is a token's row of the unembedding (``"semantic"``), the direction of the hidden state itself
+    (``"temperature"``), or the leading eigenvector of the Fisher information of the next token,
     :math:`W^\top (\operatorname{diag} p - p p^\top) W` (``"fisher"``).
 
     Args:
-        model: An adapter around a decoder with a head; for ``"temperature"`` any model.
+        model: An adapter around a decoder with a head; with ``"temperature"`` any model.
         scope: One of the three.
-        token: Of the semantic scope, the token. Default: ``None``, at each position the likeliest.
+        token: The token of the semantic scope. Default: ``None``, the likeliest at each position.
 
     Raises:
         ValueError: If there is no such scope.
@@ -44,24 +46,18 @@ class JacobianScope(Baseline):
         if scope not in SCOPES:
             raise ValueError(f"scope must be one of {', '.join(map(repr, SCOPES))}, got {scope!r}")
         self.scope, self.token = scope, token
+        self.name = f"{scope} scope"
 
-    @property
-    def name(self) -> str:
-        """What tables call it."""
-        return f"{self.scope} scope"
-
-    def of(self, example: Example) -> Tensor:
-        """The values of one text, without the batch axis."""
-        model, place = self.model, self._final(example)
-        hidden = wide(observed({"final": place}, example.run)["final"][0])
-        forward_pass = ForwardPass(
-            model.forward, example.batch.inputs, example.batch.extra, [place], model.source(0)
-        )
+    def values(self, activations: Activations) -> Tensor:
+        """``[query, key]``."""
+        model, batch, place = self.model, activations.batch, self._final()
+        hidden = promoted(observed({"final": place}, activations.run)["final"][0])
+        forward_pass = ForwardPass(model.forward, batch.inputs, batch.extra, [place], model.source(0))
         found = answer(forward_pass, Question(direction=self._vectors(hidden)[None]))
         return found.energies[0].mean[0, 0].clamp_min(0).sqrt().to(hidden)
 
-    def _final(self, example: Example) -> Site | Module:
-        """Where the normed final hidden state is."""
+    def _final(self) -> Site | Module:
+        """Where the final hidden state is, after the last norm."""
         norm = None if self.scope == "temperature" and not self._has_logits else self.model.unembedding.norm
         return self.model.target(self.model.num_layers - 1, "layer") if norm is None else Site(norm)
 
@@ -73,12 +69,12 @@ class JacobianScope(Baseline):
             return False
 
     def _vectors(self, hidden: Tensor) -> Tensor:
-        """One for each token, ``[token, width]``."""
+        """One vector for each token, ``[token, width]``."""
         if self.scope == "temperature":
-            return hidden / hidden.norm(dim=-1, keepdim=True)
-        weight = wide(self.model.unembedding.weight)
-        if self.token is not None and not 0 <= self.token < len(weight):
-            raise ValueError(f"token {self.token} is none: the model has {len(weight)}")
+            directions: Tensor = hidden / torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+            return directions
+        weight = promoted(self.model.unembedding.weight)
+        check_token(self.token, len(weight))
         logits = hidden @ weight.T
         if self.scope == "fisher":
             return torch.stack([_leading_direction(weight, p) for p in logits.softmax(-1)])
@@ -88,9 +84,10 @@ class JacobianScope(Baseline):
 
 
 def _leading_direction(weight: Tensor, p: Tensor) -> Tensor:
-    """The eigenvector of the Fisher information to its largest eigenvalue, ``[width]``."""
+    """The eigenvector of the Fisher information with the largest eigenvalue, ``[width]``."""
+    from scipy.sparse.linalg import LinearOperator, eigsh  # scipy is slow to import
 
-    def product(vector: np.ndarray) -> np.ndarray:
+    def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
         along = weight @ torch.as_tensor(vector).to(weight).flatten()
         return (weight.T @ (p * along - p * (p @ along))).cpu().double().numpy()
 

@@ -1,4 +1,4 @@
-"""What changes when the value of a token is taken away."""
+"""Value zeroing: how hidden embeddings move when a token's value is removed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from captum_hta.baselines.base import Baseline, Example, wide
+from captum_hta.baselines.base import Baseline
+from captum_hta.model.activations import Activations, promoted
 from captum_hta.model.sites import replaced
 
 
 class ValueZeroing(Baseline):
-    """How far, by the cosine, each hidden embedding that a block gives moves when the value vectors of one
-    token are zero in all its heads; rows sum to 1.
+    """The cosine distance by which each hidden embedding after a block moves when the value vectors of one
+    token are set to zero in all heads of the block; rows sum to 1.
 
     References:
         Mohebbi et al., "Quantifying Context Mixing in Transformers", EACL 2023.
@@ -24,31 +25,34 @@ class ValueZeroing(Baseline):
     name = "value zeroing"
     axes = "batch layer query key"
 
-    def of(self, example: Example) -> Tensor:
-        """The values of one text, without the batch axis."""
-        distances = torch.stack(_distances(example))
+    def values(self, activations: Activations) -> Tensor:
+        """``[layer, query, key]``."""
+        distances = torch.stack(_distances(activations))
         return distances / distances.sum(-1, keepdim=True).clamp_min(torch.finfo(distances.dtype).tiny)
 
 
-def _distances(example: Example) -> list[Tensor]:
-    """For each layer ``[query, key]``, from one forward pass of a copy of the text for each key and one that
-    is left as it is. Behind each block all copies are made alike again.
+def _distances(activations: Activations) -> list[Tensor]:
+    """Cosine distances ``[query, key]`` for each layer, from a single forward pass.
+
+    The pass runs one copy of the text for each key, and one that is left as it is. After each block all
+    copies are set to the one that was left as it is.
     """
-    model, found = example.model, []
-    lost = torch.einsum("lhqk,lhkc->lkqhc", example.pattern, example.value)
+    model = activations.model
+    found: list[Tensor] = []
+    lost = torch.einsum("lhqk,lhkc->lkqhc", activations.pattern, activations.value)
     lost = torch.cat([torch.zeros_like(lost[:, :1]), lost], dim=1)
 
     def without(layer: int) -> Callable[[Tensor], Tensor]:
         return lambda z: z - lost[layer].reshape(z.shape).to(z.dtype)
 
-    def alike_again(out: Tensor) -> Tensor:
-        whole, changed = wide(out[:1]), wide(out[1:])
+    def reset(out: Tensor) -> Tensor:
+        whole, changed = promoted(out[:1]), promoted(out[1:])
         found.append((1 - cosine_similarity(whole, changed, dim=-1)).clamp_min(0).mT)
         return out[:1].expand_as(out).contiguous()
 
     with ExitStack() as stack, torch.no_grad():
         for layer in range(model.num_layers):
             stack.enter_context(replaced(model.target(layer, "head"), without(layer)))
-            stack.enter_context(replaced(model.target(layer, "layer"), alike_again))
-        model.forward(*example.repeated(len(lost[0])))
+            stack.enter_context(replaced(model.target(layer, "layer"), reset))
+        model.forward(*activations.repeated(len(lost[0])))
     return found

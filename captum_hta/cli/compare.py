@@ -70,9 +70,9 @@ def compare(
 
     methods = run.methods(with_logits=True)
     with progress(len(run.texts)) as advance:
-        found = compare_methods(methods, run.model, run.texts, run.layers, advance)
+        found, ranks = compare_methods(methods, run.model, run.texts, run.layers, advance)
     _print_summary(found.summary(), run.model.name)
-    matrix = found.matrix()
+    matrix = ranks.table()
     run.write(
         {"agreement.csv": found.table(), "matrix.csv": matrix.reset_index(names="method")},
         {"matrix.png": agreement_figure(matrix)},

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from captum_hta.evaluation.comparison import Method
+    from captum_hta.evaluation.methods import Method
     from captum_hta.model.encoding import Text
     from captum_hta.model.protocol import Model
 
@@ -115,7 +115,7 @@ class Evaluation:
 
     def methods(self, with_logits: bool) -> list[Method]:
         """The methods that the model allows; prints why others are left out."""
-        from captum_hta.evaluation.comparison import methods_for
+        from captum_hta.evaluation.methods import methods_for
 
         methods, self.refused = methods_for(
             self.model, self.texts[0], self.options.n_probes, self.options.seed, with_logits

@@ -1,4 +1,4 @@
-"""Changes of single source tokens, and what they do to the output of every head."""
+"""Changes to single source tokens, and how far they move the output of every head."""
 
 from __future__ import annotations
 
@@ -10,61 +10,67 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor
 
-from captum_hta.baselines.base import Example, wide
+from captum_hta.model.activations import Activations, promoted
 from captum_hta.model.encoding import Encoding
 from captum_hta.model.sites import observed, replaced
 
-TRIES = 20
-"""Draws after which a token keeps its place in a corpus that has hardly another."""
+MAX_DRAWS = 20
+"""Draws after which a token keeps its place, in a corpus with hardly any other token."""
 COPIES = 32
 """Copies of a text in one forward pass."""
 
 
 @dataclass(frozen=True)
-class Changed:
-    """A text with one token changed, for some of its tokens.
+class Change:
+    """New source vectors, or new token ids, for some tokens of a text; each token is changed on its own.
 
     Attributes:
-        keys: The tokens, ``[copy]``.
-        vectors: What takes the place of each one's source vector, ``[copy, width]``; or
-        ids: the token that takes its place, ``[copy]``.
+        keys: The changed tokens, ``[copy]``.
+        new: New source vectors, ``[copy, width]``, or new token ids, ``[copy]``.
+        of_ids: Whether ``new`` holds token ids.
     """
 
     keys: Tensor
-    vectors: Tensor | None = None
-    ids: Tensor | None = None
+    new: Tensor
+    of_ids: bool = False
+
+    def chunks(self) -> Iterator[Change]:
+        """The change in pieces of at most :data:`COPIES` tokens."""
+        for start in range(0, len(self.keys), COPIES):
+            some = slice(start, start + COPIES)
+            yield Change(self.keys[some], self.new[some], self.of_ids)
 
 
 class Intervention(ABC):
     """A way to change one source token."""
 
-    of_vectors: ClassVar[bool] = True
-    """Whether it changes source vectors, or token ids."""
-
     @property
     @abstractmethod
     def name(self) -> str:
-        """What tables call it."""
+        """The intervention's name in tables."""
 
     @abstractmethod
-    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Changed]:
-        """Samples of the change of every token.
+    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
+        """Samples of the change, each for all tokens that it applies to.
 
         Args:
             encoding: The text.
             x: Its source vectors ``[key, width]``.
-            generator: For what is drawn at random.
+            generator: Source of random numbers.
         """
 
 
 @dataclass(frozen=True)
 class Noise(Intervention):
-    """Isotropic noise on a source vector.
+    """Isotropic Gaussian noise added to a source vector.
 
     Attributes:
-        size: Its standard deviation, in units of the root mean square of all components of the text's source
-            vectors: the same for each token.
-        samples: How many are drawn.
+        size: The standard deviation, in units of the root mean square over all components of the text's
+            source vectors; the same for every token.
+        samples: Number of samples.
+
+    Raises:
+        ValueError: If the size is not positive and finite, or there are no samples.
     """
 
     size: float
@@ -72,164 +78,162 @@ class Noise(Intervention):
 
     def __post_init__(self) -> None:
         if not 0 < self.size < float("inf") or self.samples < 1:
-            raise ValueError(f"noise needs a positive size and at least one sample, got {self}")
+            raise ValueError(f"noise needs a positive, finite size and at least one sample, got {self}")
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """The intervention's name in tables."""
         return f"noise {self.size:g}"
 
-    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Changed]:
-        """Samples of the change of every token."""
+    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
+        """Samples for all tokens."""
         deviation = self.size * x.square().mean().sqrt()
         for _ in range(self.samples):
             noise = torch.randn(x.shape, generator=generator).to(x)
-            yield Changed(torch.arange(len(x)), x + deviation * noise)
+            yield Change(torch.arange(len(x)), x + deviation * noise)
 
 
 @dataclass(frozen=True)
-class Mean(Intervention):
-    """The mean of the text's source vectors in the place of one."""
+class MeanVector(Intervention):
+    """A source vector replaced by the mean of the text's source vectors."""
 
-    name = "mean vector"
+    name: ClassVar[str] = "mean vector"
 
-    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Changed]:
-        """The change of every token."""
-        yield Changed(torch.arange(len(x)), x.mean(0).expand_as(x))
+    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
+        """One change of all tokens."""
+        yield Change(torch.arange(len(x)), x.mean(0).expand_as(x))
 
 
 @dataclass(frozen=True)
-class Zero(Intervention):
-    """Zero in the place of a source vector."""
+class ZeroVector(Intervention):
+    """A source vector replaced by zero."""
 
-    name = "zero vector"
+    name: ClassVar[str] = "zero vector"
 
-    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Changed]:
-        """The change of every token."""
-        yield Changed(torch.arange(len(x)), torch.zeros_like(x))
+    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
+        """One change of all tokens."""
+        yield Change(torch.arange(len(x)), torch.zeros_like(x))
 
 
 @dataclass(frozen=True)
 class MaskToken(Intervention):
-    """The mask token in the place of a token that is not special.
+    """A token replaced by the mask token; special tokens are not changed.
 
     Attributes:
-        token: Its id.
+        token: The id of the mask token.
     """
 
     token: int
-    of_vectors = False
-    name = "mask token"
+    name: ClassVar[str] = "mask token"
 
-    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Changed]:
-        """The change of every token of a word."""
-        keys = _of_words(encoding)
-        yield Changed(keys, ids=torch.full_like(keys, self.token))
+    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
+        """One change of all tokens that belong to words."""
+        keys = _keys_of_words(encoding)
+        yield Change(keys, torch.full_like(keys, self.token), of_ids=True)
 
 
 @dataclass(frozen=True)
 class OtherToken(Intervention):
-    """A token drawn from a corpus in the place of one that is not special.
+    """A token replaced by another one that is drawn from a corpus; special tokens are not changed.
 
     Attributes:
-        corpus: Tokens to draw from, as often as they occur.
-        samples: How many are drawn.
+        corpus: Token ids to draw from, repeated as often as they occur.
+        samples: Number of samples.
+
+    Raises:
+        ValueError: If there is no token to draw from, or there are no samples.
     """
 
     corpus: tuple[int, ...]
     samples: int = 1
-    of_vectors = False
-    name = "other word"
+    name: ClassVar[str] = "other word"
 
     def __post_init__(self) -> None:
         if not self.corpus or self.samples < 1:
             raise ValueError("another word needs a corpus of tokens and at least one sample")
 
-    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Changed]:
-        """Samples of the change of every token of a word."""
-        keys, corpus = _of_words(encoding), torch.tensor(self.corpus)
+    def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
+        """Samples for all tokens that belong to words."""
+        keys = _keys_of_words(encoding)
         for _ in range(self.samples):
-            yield Changed(keys, ids=self._drawn(corpus, torch.tensor(encoding.ids)[keys], generator))
+            yield Change(keys, self._drawn(torch.tensor(encoding.ids)[keys], generator), of_ids=True)
 
-    def _drawn(self, corpus: Tensor, usual: Tensor, generator: Generator) -> Tensor:
-        """Tokens of the corpus, others than the usual ones."""
-        drawn = usual.clone()
-        for _ in range(TRIES):
-            same = drawn == usual
-            places = torch.randint(len(corpus), (len(usual),), generator=generator)
-            drawn = torch.where(same, corpus[places], drawn)
+    def _drawn(self, present: Tensor, generator: Generator) -> Tensor:
+        """A token of the corpus for each present one, and other than it."""
+        corpus, drawn = torch.tensor(self.corpus), present.clone()
+        for _ in range(MAX_DRAWS):
+            places = torch.randint(len(corpus), (len(present),), generator=generator)
+            drawn = torch.where(drawn == present, corpus[places], drawn)
         return drawn
 
 
-def _of_words(encoding: Encoding) -> Tensor:
-    """The tokens that are pieces of words; all, where that is not known."""
+def _keys_of_words(encoding: Encoding) -> Tensor:
+    """The tokens that belong to words; all tokens, where the words are not known."""
     words = encoding.words or range(len(encoding))
-    return torch.tensor([key for key, word in enumerate(words) if word is not None])
+    return torch.tensor([key for key, word in enumerate(words) if word is not None], dtype=torch.long)
 
 
-# --- what they do ----------------------------------------------------------------------------------
+# --- responses of heads ----------------------------------------------------------------------------
 
 
 def responses(
-    example: Example,
+    activations: Activations,
     encoding: Encoding,
     intervention: Intervention,
-    entry: int,
     layers: Sequence[int],
     generator: Generator,
 ) -> Tensor:
-    r"""How far the output of each head moves: the root mean square of :math:`\| y_j' - y_j \|` over samples.
+    r"""How far the output of each head moves when a source token that enters the first block is changed.
 
     Args:
-        example: The text.
-        encoding: The same.
+        activations: The text.
+        encoding: The same text.
         intervention: The change.
-        entry: The block whose input holds the source vectors.
         layers: Layers of the heads.
-        generator: For what is drawn at random.
+        generator: Source of random numbers.
 
     Returns:
-        ``[layer, head, query, key]``; NaN for keys that are not changed.
+        The root mean square of :math:`\| y_j' - y_j \|` over samples, ``[layer, head, query, key]`` in
+        float64; NaN for keys that are not changed.
     """
-    x = example.hidden[entry]
-    usual = _heads(example, layers, 1)
-    squares = x.new_zeros(*usual.shape[1:4], len(x), dtype=torch.float64)
-    samples = 0
-    for changed in intervention.changes(encoding, x, generator):
-        samples += 1
-        for part in torch.arange(len(changed.keys)).split(COPIES):
-            moved = _moved(example, changed, part, entry, layers) - usual
-            squares[..., changed.keys[part]] += moved.double().square().sum(-1).permute(1, 2, 3, 0)
-    untouched = torch.ones(len(x), dtype=torch.bool)
-    untouched[changed.keys] = False
-    return (squares / samples).sqrt().masked_fill(untouched.to(x.device), torch.nan)
+    x = activations.hidden[0]
+    unchanged = _head_outputs(activations, layers, 1)
+    squares = x.new_zeros(*unchanged.shape[1:4], len(x), dtype=torch.float64)
+    counts = squares.new_zeros(len(x))
+    for change in intervention.changes(encoding, x, generator):
+        counts[change.keys] += 1
+        for chunk in change.chunks():
+            moved = _changed_outputs(activations, chunk, layers) - unchanged
+            squares[..., chunk.keys] += moved.double().square().sum(-1).permute(1, 2, 3, 0)
+    return (squares / counts).sqrt()  # 0 / 0 is NaN where nothing was changed
 
 
-def _moved(example: Example, changed: Changed, part: Tensor, entry: int, layers: Sequence[int]) -> Tensor:
-    """What heads give for copies with one token changed: ``[copy, layer, head, query, d_head]``."""
-    copies, keys = torch.arange(len(part)), changed.keys[part]
-    if changed.ids is not None:
-        ids = example.batch.inputs[0].repeat(len(part), 1)
-        ids[copies, keys] = changed.ids[part].to(ids)
-        return _heads(example, layers, len(part), ids)
+def _changed_outputs(activations: Activations, change: Change, layers: Sequence[int]) -> Tensor:
+    """Head outputs for copies with one token changed in each, ``[copy, layer, head, query, d_head]``."""
+    copies = torch.arange(len(change.keys))
+    if change.of_ids:
+        ids = activations.batch.inputs[0].repeat(len(copies), 1)
+        ids[copies, change.keys] = change.new.to(ids)
+        return _head_outputs(activations, layers, len(copies), ids)
 
-    def change(x: Tensor) -> Tensor:
+    def replace(x: Tensor) -> Tensor:
         x = x.clone()
-        x[copies, keys] = changed.vectors[part].to(x)
+        x[copies, change.keys] = change.new.to(x)
         return x
 
-    with replaced(example.model.source(entry), change):
-        return _heads(example, layers, len(part))
+    with replaced(activations.model.source(0), replace):
+        return _head_outputs(activations, layers, len(copies))
 
 
-def _heads(example: Example, layers: Sequence[int], copies: int, ids: Tensor | None = None) -> Tensor:
-    """What heads give, ``[copy, layer, head, query, d_head]``."""
-    model = example.model
-    arguments: tuple[Any, ...] = example.repeated(copies)
+def _head_outputs(
+    activations: Activations, layers: Sequence[int], copies: int, ids: Tensor | None = None
+) -> Tensor:
+    """Head outputs, ``[copy, layer, head, query, d_head]``."""
+    model = activations.model
+    arguments: tuple[Any, ...] = activations.repeated(copies)
     if ids is not None:
         arguments = (ids, *arguments[1:])
-    found = observed(
-        {str(layer): model.target(layer, "head") for layer in layers}, lambda: model.forward(*arguments)
-    )
-    outputs = [wide(found[str(layer)]) for layer in layers]
+    targets = {str(layer): model.target(layer, "head") for layer in layers}
+    found = observed(targets, lambda: model.forward(*arguments))
+    outputs = [promoted(found[str(layer)]) for layer in layers]
     return torch.stack([z.reshape(*z.shape[:2], model.num_heads, -1).transpose(1, 2) for z in outputs], dim=1)

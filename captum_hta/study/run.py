@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from captum_hta.baselines.attention import effective_attention
-from captum_hta.baselines.base import wide
 from captum_hta.computation import jointly
 from captum_hta.jacobian.forecast import in_all
 from captum_hta.jacobian.plan import Plan
+from captum_hta.model.activations import promoted
 from captum_hta.model.attention import Attention
 from captum_hta.model.encoding import Encoding, Text
 from captum_hta.model.protocol import Model
@@ -559,7 +559,7 @@ def _effective(
 ) -> dict[int, NDArray]:
     """The effective attention ``[layer, head, query, key]`` of each text of a batch."""
     found = {}
-    weights = wide(torch.stack([model.output_projection(layer).weight for layer in layers]))
+    weights = promoted(torch.stack([model.output_projection(layer).weight for layer in layers]))
     for index, row in enumerate(rows):
         length = len(encodings[row])
         pattern = torch.stack([attention[layer].pattern[index, :, :length, :length] for layer in layers])
@@ -568,7 +568,7 @@ def _effective(
             raise ValueError(
                 f"{model.name} gives attention that is not finite: check its weights, or load it in float32"
             )
-        found[row] = effective_attention(wide(pattern), wide(value), weights).double().cpu().numpy()
+        found[row] = effective_attention(promoted(pattern), promoted(value), weights).double().cpu().numpy()
     return found
 
 

@@ -15,10 +15,10 @@ from reference import jacobian
 from torch import Tensor
 
 from captum_hta import baselines, contributions, load_model
-from captum_hta.baselines.base import Example
-from captum_hta.baselines.norms import block_parts
+from captum_hta.baselines.norms import decomposed_block
 from captum_hta.integrations.transformer_lens import TransformerLensModel
 from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.model.activations import Activations
 from captum_hta.model.sites import Site, observed
 
 EVERY = [method for name in baselines.__all__ if name != "Baseline" for method in [getattr(baselines, name)]]
@@ -117,25 +117,25 @@ def test_parts_make_the_whole(name: str) -> None:
     through the norm of a post-LN block, what that norm gives.
     """
     model = TransformersModel(tiny(name), WordTokenizer(60))
-    example = Example(model, model.batch([model.encode("one two three")]))
+    activations = Activations(model, model.batch([model.encode("one two three")]))
     if name.startswith("DeBERTa"):
         with pytest.raises(ValueError, match="does not show the values"):
-            _ = example.value
+            _ = activations.value
         return
     for layer, place in enumerate(model.places):
-        given = observed({"": Site(place.projection, call=place.call)}, example.run)[""][0]
-        parts = torch.einsum("hqk,hkd->qd", example.pattern[layer], example.projected[layer])
+        given = observed({"": Site(place.projection, call=place.call)}, activations.run)[""][0]
+        parts = torch.einsum("hqk,hkd->qd", activations.pattern[layer], activations.projected[layer])
         bias = place.projection.bias
         parts = parts if bias is None else parts + bias.detach()
         torch.testing.assert_close(parts.to(given), given, rtol=1e-5, atol=1e-6)
         projection = model.output_projection(layer)
         if not projection.residual:
-            with pytest.raises(ValueError, match="what its heads say before it is added"):
-                block_parts(example, layer)
+            with pytest.raises(ValueError, match="the heads' outputs before they are added"):
+                decomposed_block(activations, layer)
         elif projection.norm is not None:
-            _, whole = block_parts(example, layer)
+            _, whole = decomposed_block(activations, layer)
             norm = place.block.get_submodule(model.layout.sum_norm)
-            given = observed({"": Site(norm, call=place.call)}, example.run)[""][0]
+            given = observed({"": Site(norm, call=place.call)}, activations.run)[""][0]
             torch.testing.assert_close(whole, given, rtol=1e-7, atol=1e-9)
 
 
@@ -151,14 +151,14 @@ def test_identities_of_real_weights(minilm64: TransformerLensModel) -> None:
     pattern = baselines.AttentionWeights(minilm64).attribute([PAIR])
     torch.testing.assert_close(effective, pattern)
     long = "The trophy did not fit in the brown suitcase because it was too big. " * 3
-    example = Example(minilm64, minilm64.batch([minilm64.encode(long)]))
-    assert example.pattern.shape[-1] > minilm64.d_head
-    effective = baselines.EffectiveAttention(minilm64).of(example)
-    assert (effective - example.pattern).abs().max() > 1e-3
-    torch.testing.assert_close(effective @ example.projected, example.pattern @ example.projected)
-    null = example.pattern - effective
+    activations = Activations(minilm64, minilm64.batch([minilm64.encode(long)]))
+    assert activations.pattern.shape[-1] > minilm64.d_head
+    effective = baselines.EffectiveAttention(minilm64).values(activations)
+    assert (effective - activations.pattern).abs().max() > 1e-3
+    torch.testing.assert_close(effective @ activations.projected, activations.pattern @ activations.projected)
+    null = activations.pattern - effective
     torch.testing.assert_close(
-        null @ example.projected, torch.zeros_like(example.projected), atol=1e-9, rtol=0
+        null @ activations.projected, torch.zeros_like(activations.projected), atol=1e-9, rtol=0
     )
 
 
@@ -383,13 +383,13 @@ def test_logits_that_are_none() -> None:
     """Positions, tokens and steps out of range are named."""
     model = decoder()
     for options, words in (
-        ({"position": 9}, "position 9 is none: the text has 4 tokens"),
-        ({"token": 99}, "token 99 is none"),
-        ({"token": -1}, "token -1 is none"),
+        ({"position": 9}, "position must be between -4 and 3, as the text has 4 tokens, got 9"),
+        ({"token": 99}, "token must be between 0 and 59, .*got 99"),
+        ({"token": -1}, "token must be between 0 .*got -1"),
     ):
         with pytest.raises(ValueError, match=words):
             baselines.GradientTimesAttention(model, **options).attribute("one two")
-    with pytest.raises(ValueError, match="token 99 is none"):
+    with pytest.raises(ValueError, match=r"token must be between 0 and 59, .*got 99"):
         baselines.JacobianScope(model, token=99).attribute("one two")
     with pytest.raises(ValueError, match="n_steps must be"):
         baselines.AttentionConductance(model, n_steps=0)

@@ -8,9 +8,7 @@ from conftest import WordTokenizer
 from families import FAMILIES, IMAGES, PAIRS, tiny
 
 from captum_hta import baselines
-from captum_hta.evaluation.comparison import methods_for
-from captum_hta.evaluation.faithfulness import faithfulness
-from captum_hta.evaluation.interventions import Noise, Zero
+from captum_hta.evaluation import Noise, ZeroVector, faithfulness, methods_for
 from captum_hta.integrations.transformers import TransformersModel
 
 METHODS = [getattr(baselines, name) for name in baselines.__all__ if name != "Baseline"]
@@ -58,7 +56,7 @@ def test_faithfulness_of_every_model(name: str, part: str | None) -> None:
     """Changes of source vectors reach the heads, and exact input contributions rank small ones well."""
     model, text = adapter(name, part)
     methods, _ = methods_for(model, text, n_probes=None, with_logits=False)
-    found = faithfulness(model, [text], methods[:3], [Noise(1e-4, samples=40), Zero()], layers=[-1])
+    found = faithfulness(model, [text], methods[:3], [Noise(1e-4, samples=40), ZeroVector()], layers=[-1])
     table = found.summary().set_index(["intervention", "method"])["spearman"]
     assert table["noise 0.0001", "HTA, input"] > 0.6
     assert table.notna().all()

@@ -12,7 +12,8 @@ from scipy import stats
 from scipy.spatial import distance
 
 from captum_hta import baselines, compare, contributions, load_model
-from captum_hta.evaluation.comparison import HTA, Agreement, HtaMethod, compare_methods, methods_for
+from captum_hta.evaluation import Comparison, HtaMethod, RankMatrix, compare_methods, methods_for
+from captum_hta.evaluation.methods import HTA
 from captum_hta.integrations.transformer_lens import TransformerLensModel
 from captum_hta.statistics.correlations import MEASURES, row_agreement, standard_ranks
 
@@ -89,7 +90,7 @@ def test_axes_broadcast(bert: TransformerLensModel) -> None:
     assert alone.loc[0, "spearman"] == pytest.approx(np.mean(by_hand))
     hidden = contributions(bert, texts, target="layer")
     assert len(compare(hidden, {"rollout": rollout})) == 2
-    with pytest.raises(ValueError, match="pass \\[batch, layer, head, query, key\\] of the same texts"):
+    with pytest.raises(ValueError, match="pass \\[batch, layer, head, query, key\\] for the same texts"):
         compare(result, {"bad": torch.zeros(2, 3, 3)})
 
 
@@ -102,13 +103,13 @@ def test_a_corpus_equals_its_texts_together() -> None:
     names = [method.name for method in methods]
     assert names[:2] == list(HTA.values())
     assert {"saliency", "gradient x attention", "ALTI", "semantic scope"} < set(names)
-    found = compare_methods(methods, model, texts, [0, 2])
+    found, ranks = compare_methods(methods, model, texts, [0, 2])
     result = contributions(model, texts, layers=[0, 2])
     expected = compare(result, {m.name: m.attribute(texts) for m in methods[1:]})
     pd.testing.assert_frame_equal(found.table(), expected)
     saliency = expected[expected["method"] == "saliency"]
     assert (saliency["rows"] <= 5).all()
-    matrix = found.matrix()
+    matrix = ranks.table()
     assert list(matrix.index) == list(matrix.columns) == names
     np.testing.assert_allclose(np.diag(matrix), 1)
     np.testing.assert_allclose(matrix, matrix.T)
@@ -136,10 +137,10 @@ def test_estimates_are_those_of_contributions(bert: TransformerLensModel) -> Non
 
 def test_no_rows() -> None:
     """Texts too short for a correlation leave a table of undefined numbers."""
-    agreement = Agreement("first", [0])
-    agreement.add({"first": np.random.rand(1, 1, 2, 2), "second": np.random.rand(1, 1, 2, 2)})
-    assert agreement.table()["rows"].tolist() == [0]
-    assert np.isnan(agreement.table()["spearman"]).all()
+    short = Comparison([0])
+    short.add(np.random.rand(1, 1, 2, 2), {"method": np.random.rand(1, 1, 2, 2)})
+    assert short.table()["rows"].tolist() == [0]
+    assert np.isnan(short.table()["spearman"]).all()
 
 
 # --- what must not count as agreement --------------------------------------------------------------
@@ -159,18 +160,16 @@ def test_keys_that_a_query_cannot_see(minilm: TransformerLensModel) -> None:
     assert (table["rows"] == length - 2).all()  # of fewer than three keys there is no correlation
     query = 9
     row = stats.spearmanr(noise[0, 1, 2, query, : query + 1], result.values[0, 1, 2, query, : query + 1])
-    agreement = Agreement("result", [0, 1, 2])
-    agreement.add({"result": result.values[0].numpy(), "noise": noise[0].numpy()}, causal=True)
-    alone = Agreement("result", [0, 1, 2])
-    alone.add(
-        {
-            "result": result.values[0, 1:2, 2:3, query : query + 1, : query + 1].numpy(),
-            "noise": noise[0, 1:2, 2:3, query : query + 1, : query + 1].numpy(),
-        }
-    )
+    values, other = result.values[0].numpy(), noise[0].numpy()
+    comparison, ranks = Comparison([0, 1, 2]), RankMatrix()
+    comparison.add(values, {"noise": other}, causal=True)
+    ranks.add({"result": values, "noise": other}, causal=True)
+    alone = Comparison([1])
+    seen = np.s_[1:2, 2:3, query : query + 1, : query + 1]
+    alone.add(values[seen], {"noise": other[seen]})
     assert alone.summary()["spearman"].item() == pytest.approx(row.statistic)
-    matrix = agreement.matrix()
-    assert matrix.loc["result", "noise"] == pytest.approx(agreement.summary()["spearman"].item())
+    mean = comparison.summary()["spearman"].item()
+    assert ranks.table().loc["result", "noise"] == pytest.approx(mean)
 
 
 def test_texts_and_layers_are_matched(bert: TransformerLensModel) -> None:
@@ -179,9 +178,9 @@ def test_texts_and_layers_are_matched(bert: TransformerLensModel) -> None:
     whole = contributions(bert, texts)
     table = compare(contributions(bert, texts, layers=[1, 0]), {"same": whole})
     np.testing.assert_allclose(table["spearman"], 1)
-    with pytest.raises(ValueError, match="of other texts or layers"):
+    with pytest.raises(ValueError, match="for other texts or layers"):
         compare(contributions(bert, texts, layers=[0]), {"x": contributions(bert, texts, layers=[1])})
-    with pytest.raises(ValueError, match="of other texts or layers"):
+    with pytest.raises(ValueError, match="for other texts or layers"):
         compare(whole, {"x": contributions(bert, ["h i j k", "e f g"])})
     with pytest.raises(ValueError, match="pass \\[batch"):
         compare(whole, {"x": baselines.AttentionWeights(bert).attribute(texts[:1])})
@@ -195,12 +194,12 @@ def test_texts_and_layers_are_matched(bert: TransformerLensModel) -> None:
 def test_nothing_to_compare(bert: TransformerLensModel) -> None:
     """Where no row has three tokens the summary is not a number; names must differ; texts must be some."""
     methods = [baselines.AttentionWeights(bert), baselines.AttentionRollout(bert)]
-    agreement = Agreement("first", [0])
-    agreement.add({"first": np.random.rand(1, 1, 2, 2), "second": np.random.rand(1, 1, 2, 2)})
-    assert agreement.summary()["jensen_shannon"].isna().all()
-    with pytest.raises(ValueError, match="names of their own"):
+    short = Comparison([0])
+    short.add(np.random.rand(1, 1, 2, 2), {"method": np.random.rand(1, 1, 2, 2)})
+    assert short.summary()["jensen_shannon"].isna().all()
+    with pytest.raises(ValueError, match="a name of its own"):
         compare_methods([methods[0], methods[0]], bert, ["a b c"], [0])
     with pytest.raises(ValueError, match="there is no text"):
         compare_methods(methods, bert, [], [0])
-    found = compare_methods(methods, bert, (text for text in ["a b c", "d e"]), [0])
+    found, _ = compare_methods(methods, bert, (text for text in ["a b c", "d e"]), [0])
     assert found.summary()["rows"].item() == 2 * (5 + 4)

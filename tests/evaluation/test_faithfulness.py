@@ -11,21 +11,31 @@ from families import tiny, tiny_with_head
 from scipy import stats
 
 from captum_hta import baselines, contributions, load_model
-from captum_hta.baselines.base import Example
-from captum_hta.evaluation.comparison import HTA, HtaMethod
-from captum_hta.evaluation.faithfulness import Faithfulness, default_interventions, faithfulness
-from captum_hta.evaluation.interventions import MaskToken, Mean, Noise, OtherToken, Zero, responses
+from captum_hta.evaluation import (
+    Faithfulness,
+    HtaMethod,
+    MaskToken,
+    MeanVector,
+    Noise,
+    OtherToken,
+    ZeroVector,
+    default_interventions,
+    faithfulness,
+)
+from captum_hta.evaluation.interventions import responses
+from captum_hta.evaluation.methods import HTA
 from captum_hta.integrations.transformer_lens import TransformerLensModel
 from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.model.activations import Activations
 
 TEXT = "one two three"
 
 
 def moved(model, text: str, intervention, seed: int = 0) -> torch.Tensor:
     encoding = model.encode(text)
-    example = Example(model, model.batch([encoding]))
+    activations = Activations(model, model.batch([encoding]))
     generator = torch.Generator().manual_seed(seed)
-    return responses(example, encoding, intervention, 0, range(model.num_layers), generator)
+    return responses(activations, encoding, intervention, range(model.num_layers), generator)
 
 
 def test_small_noise_is_what_contributions_are_made_of(bert: TransformerLensModel) -> None:
@@ -39,7 +49,7 @@ def test_small_noise_is_what_contributions_are_made_of(bert: TransformerLensMode
     assert ranks > 0.95
 
 
-@pytest.mark.parametrize("intervention", [Mean(), Zero()])
+@pytest.mark.parametrize("intervention", [MeanVector(), ZeroVector()])
 def test_vectors_in_the_place_of_one(bert: TransformerLensModel, intervention) -> None:
     """By hand: one forward pass with one row of the embedding changed."""
     found = moved(bert, TEXT, intervention)
@@ -50,7 +60,7 @@ def test_vectors_in_the_place_of_one(bert: TransformerLensModel, intervention) -
     bert.forward(*batch.inputs, *batch.extra)
     usual, x = seen["z"], seen["x"].clone()
     changed = x.clone()
-    changed[0, 2] = x[0].mean(0) if isinstance(intervention, Mean) else 0
+    changed[0, 2] = x[0].mean(0) if isinstance(intervention, MeanVector) else 0
     handle = bert.source(0).register_forward_hook(lambda module, args, out: changed)
     bert.forward(*batch.inputs, *batch.extra)
     handle.remove()
@@ -63,10 +73,10 @@ def test_tokens_in_the_place_of_one() -> None:
     model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
     found = moved(model, TEXT, MaskToken(9))
     encoding = model.encode(TEXT)
-    example = Example(model, model.batch([encoding]))
-    other = Example(model, model.batch([type(encoding)([*encoding.ids[:2], 9, *encoding.ids[3:]],
+    activations = Activations(model, model.batch([encoding]))
+    other = Activations(model, model.batch([type(encoding)([*encoding.ids[:2], 9, *encoding.ids[3:]],
                                                        encoding.segments, encoding.tokens)]))  # fmt: skip
-    distance = (other.pattern @ other.value - example.pattern @ example.value).norm(dim=-1)
+    distance = (other.pattern @ other.value - activations.pattern @ activations.value).norm(dim=-1)
     torch.testing.assert_close(found[..., 2], distance, rtol=1e-6, atol=1e-9, check_dtype=False)
     assert not found.triu(1).any()  # nothing looks ahead
 
@@ -86,7 +96,7 @@ def test_special_tokens_are_left_alone(minilm: TransformerLensModel) -> None:
 def test_many_copies(bert: TransformerLensModel) -> None:
     """Texts longer than one batch of copies give every key once."""
     long = " ".join(f"w{number}" for number in range(36))
-    found = moved(bert, long, Zero())
+    found = moved(bert, long, ZeroVector())
     assert found.shape == (2, 2, 38, 38)
     assert (found.diagonal(dim1=-2, dim2=-1) > 0).all()
 
@@ -95,9 +105,9 @@ def test_known_circuits() -> None:
     """Where attention is fooled, contributions put the tokens in the order of what they really do."""
     model = circuit(looking_back(1), induction("written"))
     found = faithfulness(
-        model, ["DABCA"], [HtaMethod(model), baselines.AttentionWeights(model)], [Zero()], layers=[1]
+        model, ["DABCA"], [HtaMethod(model), baselines.AttentionWeights(model)], [ZeroVector()], layers=[1]
     )
-    measured = moved(model, "DABCA", Zero())[1, 0, 4]
+    measured = moved(model, "DABCA", ZeroVector())[1, 0, 4]
     assert measured.argmax() == 1  # the A, and not the B that attention looks at
     exact = contributions(model, "DABCA").values[0, 1, 0, 4]
     assert exact.argmax() == 1
@@ -124,7 +134,7 @@ def test_ranking_by_hand() -> None:
     table = found.table()
     np.testing.assert_allclose(table["spearman"], expected, atol=1e-12)
     assert table["layer"].tolist() == [3, 3]
-    assert table["low"].isna().all()  # of one example there is no interval
+    assert table["low"].isna().all()  # of one activations there is no interval
     assert found.summary()["spearman"].item() == pytest.approx(np.mean(expected))
 
 
@@ -182,7 +192,7 @@ def test_causal_noise_tells_nothing() -> None:
             return torch.rand(len(texts), 3, 4, *[max(lengths)] * 2, generator=generator).tril()
 
     text = " ".join("abcdefghijklmnopqrstuvwxyz")
-    found = faithfulness(model, [text], [Noise_(), HtaMethod(model)], [Zero()])
+    found = faithfulness(model, [text], [Noise_(), HtaMethod(model)], [ZeroVector()])
     table = found.summary().set_index("method")["spearman"]
     assert abs(table["noise"]) < 0.1
 
@@ -191,7 +201,9 @@ def test_texts_that_are_too_short(bert: TransformerLensModel, recwarn: pytest.Wa
     """They have no rank, are not counted, and leave the intervals of the others."""
     bare = load_model(tiny_with_head("Llama"), tokenizer=Bare(60))
     methods = [HtaMethod(bare), baselines.AttentionWeights(bare)]
-    found = faithfulness(bare, (text for text in ["a", "b c d e", "f g h", "i j k l"]), methods, [Zero()])
+    found = faithfulness(
+        bare, (text for text in ["a", "b c d e", "f g h", "i j k l"]), methods, [ZeroVector()]
+    )
     table = found.summary()
     assert table[["spearman", "low", "high"]].notna().all(None)
     assert set(found.table()["examples"]) == {3}
@@ -200,7 +212,7 @@ def test_texts_that_are_too_short(bert: TransformerLensModel, recwarn: pytest.Wa
         faithfulness(bare, [], methods)
     with pytest.raises(ValueError, match="layers names"):
         faithfulness(bare, ["a b c"], methods, layers=[9])
-    last = faithfulness(bare, ["a b c d"], methods, [Zero()], layers=[-1])
+    last = faithfulness(bare, ["a b c d"], methods, [ZeroVector()], layers=[-1])
     assert set(last.table()["layer"]) == {2}
 
 
@@ -211,14 +223,18 @@ class Bare(WordTokenizer):
         return {"input_ids": [self._id(word) for word in text.split()]}
 
 
-def test_another_word_is_another() -> None:
+def test_another_word_is_another(bert: TransformerLensModel) -> None:
     """Unless the corpus has no other."""
+    encoding = bert.encode(" ".join("abcdefgh" * 4))
+    words, x = torch.tensor(encoding.ids), torch.zeros(len(encoding), 8)
     generator = torch.Generator().manual_seed(0)
-    usual = torch.tensor([5, 5, 6, 7] * 50)
-    drawn = OtherToken((5, 6, 7))._drawn(torch.tensor([5, 6, 7]), usual, generator)
-    assert (drawn != usual).all()
-    assert set(drawn.tolist()) == {5, 6, 7}
-    assert (OtherToken((5,))._drawn(torch.tensor([5]), torch.tensor([5]), generator) == 5).all()
+    corpus = sorted(set(words.tolist()))
+    for change in OtherToken(tuple(corpus), samples=3).changes(encoding, x, generator):
+        assert change.keys.tolist() == list(range(len(encoding)))  # its words are not known
+        assert (change.new != words).all()
+        assert set(change.new.tolist()) <= set(corpus)
+    (change,) = OtherToken((corpus[0],)).changes(encoding, x, generator)
+    assert (change.new == corpus[0]).all()
 
 
 @pytest.mark.parametrize("make", [lambda: Noise(0.0), lambda: Noise(1, 0), lambda: OtherToken(())])

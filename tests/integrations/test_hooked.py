@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta import contributions, load_model, logit_direction
-from captum_hta.baselines.base import Example
-from captum_hta.baselines.norms import block_parts
+from captum_hta.baselines.norms import decomposed_block
 from captum_hta.integrations.transformer_lens.hooked import HookedModel
+from captum_hta.model.activations import Activations
 from captum_hta.model.sites import observed
 
 try:
@@ -273,15 +273,15 @@ def test_what_becomes_of_heads(name: str) -> None:
     through a post-LN block's norm what that norm gives.
     """
     model = adapter(name)
-    example = Example(model, model.batch([model.encode(TEXT)]))
+    activations = Activations(model, model.batch([model.encode(TEXT)]))
     for layer, block in enumerate(model.lens.blocks):
-        parts = torch.einsum("hqk,hkd->qd", example.pattern[layer], example.projected[layer])
-        given = observed({"": block.attn}, example.run)[""][0]
+        added = torch.einsum("hqk,hkd->qd", activations.pattern[layer], activations.projected[layer])
+        given = observed({"": block.attn}, activations.run)[""][0]
         if given.dim() == 2:
-            torch.testing.assert_close(parts + block.attn.b_O.detach(), given)
-        _, whole = block_parts(example, layer)
+            torch.testing.assert_close(added + block.attn.b_O.detach(), given)
+        _, whole = decomposed_block(activations, layer)
         if KINDS[name].encoder:
-            torch.testing.assert_close(whole, observed({"": block.ln1}, example.run)[""][0])
+            torch.testing.assert_close(whole, observed({"": block.ln1}, activations.run)[""][0])
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.encoder])

@@ -9,8 +9,8 @@ from scipy import linalg
 
 from captum_hta.baselines import EffectiveAttention
 from captum_hta.baselines.attention import effective_attention
-from captum_hta.baselines.base import Example
 from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.model.activations import Activations
 from captum_hta.statistics.accumulators import Mean
 from captum_hta.study.effective import STEP, EffectiveAgreement, matrix_correlations
 
@@ -134,9 +134,9 @@ def test_of_few_tokens_all_attention_has_an_effect(minilm64: TransformerLensMode
     agreement = EffectiveAgreement.empty(list(range(6)), 40, minilm64.d_head)
     encoding = minilm64.encode("The trophy did not fit in the brown suitcase because it was too big. " * 3)
     for tokens in (minilm64.d_head, minilm64.d_head + 1):
-        example = Example(minilm64, minilm64.batch([encoding.first(tokens)]))
-        effective = EffectiveAttention(minilm64).of(example)
-        agreement.add(example.pattern.numpy(), effective.numpy())
+        activations = Activations(minilm64, minilm64.batch([encoding.first(tokens)]))
+        effective = EffectiveAttention(minilm64).values(activations)
+        agreement.add(activations.pattern.numpy(), effective.numpy())
     table = agreement.width_table().set_index("longer_than_d_head")
     np.testing.assert_allclose(table.loc[False, "correlation"], 1, rtol=0, atol=1e-12)
     assert (table.loc[True, "correlation"] < 1 - 1e-4).all()
@@ -146,9 +146,9 @@ def test_effective_attention_of_real_texts(minilm: TransformerLensModel) -> None
     """In single precision too, it is attention of two short texts, and another thing of a long one."""
     agreement = EffectiveAgreement.empty(list(range(6)), 64, minilm.d_head)
     for text in TEXTS:
-        example = Example(minilm, minilm.batch([minilm.encode(text)]))
-        effective = EffectiveAttention(minilm).of(example)
-        agreement.add(example.pattern.double().numpy(), effective.double().numpy())
+        activations = Activations(minilm, minilm.batch([minilm.encode(text)]))
+        effective = EffectiveAttention(minilm).values(activations)
+        agreement.add(activations.pattern.double().numpy(), effective.double().numpy())
     table = agreement.table().set_index("shortest")
     assert table.index.unique().tolist() == [1, 9, 41]
     np.testing.assert_allclose(table.loc[[1, 9], "correlation"], 1, atol=1e-6)

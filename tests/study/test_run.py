@@ -145,10 +145,7 @@ def made_up(heads: int, lengths: list[int], errors: list[float]) -> Study:
             attention=attention,
             tokens=[["a"] * length],
             layers=[3, 5],
-            source="input",
-            target="head",
-            norm="frobenius",
-            model="made up",
+            plans=[],
         )
         study.add({"previous_layer": mixed, "input": mixed})
     return study

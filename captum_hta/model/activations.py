@@ -1,0 +1,89 @@
+"""One text in a model's forward pass: attention, values and hidden embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_hta.model.attention import Attention, OutputProjection
+from captum_hta.model.encoding import Batch
+from captum_hta.model.protocol import Model
+from captum_hta.model.sites import observed
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a model computes for one text. Each property is found on first use, in at least single precision.
+
+    Attributes:
+        model: The model.
+        batch: The text, as a batch of one.
+    """
+
+    model: Model
+    batch: Batch
+
+    @cached_property
+    def _attention(self) -> list[Attention]:
+        return self.model.attention(self.batch)
+
+    @cached_property
+    def pattern(self) -> Tensor:
+        """Attention patterns, ``[layer, head, query, key]``."""
+        return promoted(torch.cat([one.pattern for one in self._attention]))
+
+    @cached_property
+    def value(self) -> Tensor:
+        """Values, ``[layer, head, key, d_head]``.
+
+        Raises:
+            ValueError: If the model does not show the values of its attention.
+        """
+        values = [one.value for one in self._attention if one.value is not None]
+        if len(values) < len(self._attention):
+            raise ValueError(
+                f"{self.model.name} ({self.model.architecture}) does not show the values that its attention "
+                "weighs, so this method cannot be computed for it"
+            )
+        return promoted(torch.cat(values))
+
+    @cached_property
+    def projections(self) -> list[OutputProjection]:
+        """The output projection of every layer."""
+        return [self.model.output_projection(layer) for layer in range(self.model.num_layers)]
+
+    @cached_property
+    def projected(self) -> Tensor:
+        """Values after the output projection without its bias, ``f(x)`` in Kobayashi et al. 2020:
+        ``[layer, head, key, width]``.
+        """
+        weights = torch.stack([promoted(one.weight) for one in self.projections])
+        return self.value @ weights
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """Hidden embeddings that enter each block, ``[layer, token, width]``."""
+        sites = {str(layer): self.model.source(layer) for layer in range(self.model.num_layers)}
+        found = observed(sites, self.run)
+        return promoted(torch.cat([found[str(layer)] for layer in range(self.model.num_layers)]))
+
+    def run(self) -> Any:
+        """Run the model."""
+        return self.model.forward(*self.batch.inputs, *self.batch.extra)
+
+    def repeated(self, count: int) -> tuple[Any, ...]:
+        """The arguments of ``forward`` for ``count`` copies of the text."""
+        return tuple(
+            value.expand(count, *value.shape[1:]) if isinstance(value, Tensor) else value
+            for value in (*self.batch.inputs, *self.batch.extra)
+        )
+
+
+def promoted(value: Tensor) -> Tensor:
+    """A tensor in at least single precision, outside any autograd graph and inference mode."""
+    value = value.clone() if value.is_inference() else value.detach()
+    return value.to(torch.promote_types(value.dtype, torch.float32))
