@@ -1,10 +1,9 @@
-"""Checks that an adapter makes of itself on a few tokens, when a model is loaded."""
+"""The proof that an adapter fits its model, on a few tokens, when the model is loaded."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -22,16 +21,21 @@ from captum_hta.model.sites import Site, observed, replaced, without_autocast
 
 logger = logging.getLogger(__name__)
 PROVEN_COMPONENTS = 12 * 768
-"""Components of a token in all blocks, up to which every block is proven: those of a BERT-base."""
+"""Up to this number of layers times width, that of a BERT-base, the closed form is proven in every block."""
 
 
 class Proof:
-    """Checks of an adapter in the middle block.
+    """Checks of an adapter, most of them in the middle block.
 
     Args:
         model: The adapter.
-        architecture: What to call the model's kind.
+        architecture: The name of the model's class, for messages.
         sample: A few tokens.
+
+    Attributes:
+        checks: What was checked so far.
+        layer: The middle block.
+        entry: The number of the source that is checked.
     """
 
     def __init__(self, model: Model, architecture: str, sample: Encoding) -> None:
@@ -43,15 +47,21 @@ class Proof:
 
     @cached_property
     def attention(self) -> list[Attention]:
-        """What the attention of every layer does with the tokens of the proof."""
+        """The attention of every layer for the tokens of the proof."""
         with matmul_precision("highest"), without_autocast():
             return self.model.attention(self.batch)
 
     def require(self, holds: bool, name: str, what: str, found: str = "") -> None:
-        """Note a check; raise where it does not hold.
+        """Record a check, and raise if it does not hold.
+
+        Args:
+            holds: Whether it holds.
+            name: What is checked.
+            what: What is wrong if it does not hold.
+            found: What was found.
 
         Raises:
-            ValueError: That the adapter does not fit, and why.
+            ValueError: If it does not hold.
         """
         self.checks.append(Check(name, holds, found))
         if not holds:
@@ -60,12 +70,12 @@ class Proof:
                 "contributions would be wrong, so the model is refused"
             )
 
-    def run(self, read: dict[str, Module | Site]) -> None:
-        """All checks but the closed form's.
+    def run(self, read: Mapping[str, Module | Site]) -> None:
+        """Run all checks except that of the closed form.
 
         Args:
-            read: Where ``"source"`` and ``"head"`` are read, by the block and by the projection of its
-                heads.
+            read: Other sites of the same values: ``"source"``, the input of the block, and ``"head"``, the
+                input of the output projection.
         """
         values = self.values(read)
         self._check_shapes(values)
@@ -73,10 +83,10 @@ class Proof:
         self._check_change(values["head"])
         self._check_patterns(values["head"])
 
-    def values(self, read: dict[str, Module | Site] | None = None) -> dict[str, Tensor]:
-        """The source and the targets of the block, the source of the next one, and what is read."""
+    def values(self, read: Mapping[str, Module | Site] | None = None) -> dict[str, Tensor]:
+        """The source and the targets of the block, the source of the next one, and the sites of ``read``."""
         model = self.model
-        sites = {
+        sites: dict[str, Module | Site] = {
             "source": model.source(self.entry),
             "head": model.target(self.layer, "head"),
             "layer": model.target(self.layer, "layer"),
@@ -100,7 +110,7 @@ class Proof:
         self.require(fits, "shape of the heads", what, str(list(z.shape)))
 
     def _check_places(self, values: dict[str, Tensor]) -> None:
-        """That source and targets are the values that their names say."""
+        """Check that source and targets are the values that they are named after."""
         for name, other, what in (
             ("source", "source read", "the source is not what enters the block"),
             ("head", "head read", "the head target is not what the output projection reads"),
@@ -131,16 +141,17 @@ class Proof:
         self.require(error < 2e-2, "patterns times values are the heads", what, f"off by {error:.1e}")
 
     def is_causal(self) -> bool:
-        """Whether no query sees a later key."""
-        return not self.attention[self.layer].pattern.triu(1).any()
+        """Whether no query of any layer attends to a later key."""
+        is_self = self.model.key_layers is None
+        return is_self and not any(one.pattern.triu(1).any() for one in self.attention)
 
     def closed_form_holds(self) -> bool:
-        """Whether the closed form gives one row of all heads as autograd does; a warning, if not.
+        """Whether the closed form equals autograd for one query of all heads; a warning is logged if not.
 
-        Asked of every block of a small model, of the first, the middle and the last of a large one.
+        Every block of a small model is checked, and the first, the middle and the last of a large one.
         """
         model = self.model
-        layers = range(model.num_layers)
+        layers: Sequence[int] = range(model.num_layers)
         if model.num_layers * model.d_model > PROVEN_COMPONENTS:
             layers = sorted({0, self.layer, model.num_layers - 1})
         return all(self._closed_form_holds(layer) for layer in layers)
@@ -150,15 +161,7 @@ class Proof:
         factors = self.attention[layer].factors
         if factors is None:
             return False
-        forward_pass = ForwardPass(
-            model.forward,
-            self.batch.inputs,
-            self.batch.extra,
-            [model.target(layer, "head")],
-            model.source(layer),
-        )
-        question = Question(num_heads=model.num_heads, neuron_selector=1, mode="reverse")
-        expected = answer(forward_pass, question).energies[0].mean[:, :, 0]
+        expected = self._energies_by_autograd(layer)
         with matmul_precision("highest"), without_autocast():
             found = attention_energies(factors)[:, :, 1]
         error = ((found - expected).abs().amax() / expected.amax()).item()
@@ -174,73 +177,15 @@ class Proof:
             )
         return holds
 
+    def _energies_by_autograd(self, layer: int) -> Tensor:
+        """Energies ``[batch, head, key]`` of query 1, in reverse mode."""
+        model, batch = self.model, self.batch
+        forward_pass = ForwardPass(
+            model.forward, batch.inputs, batch.extra, [model.target(layer, "head")], model.source(layer)
+        )
+        question = Question(num_heads=model.num_heads, neuron_selector=1, mode="reverse")
+        return answer(forward_pass, question).energies[0].mean[:, :, 0]
+
 
 def _equal(value: Tensor, other: Tensor) -> bool:
     return torch.equal(value.flatten(2), other.flatten(2))
-
-
-def require_eval(name: str, model: Module) -> None:
-    """Raise a ``ValueError`` if a dropout of the model is active, be it a module or a number of one."""
-    for module in model.modules():
-        if module.training and any(_drops(module)):
-            raise ValueError(
-                f"{name} is in training mode, with a dropout that is active: call its eval() first"
-            )
-
-
-def _drops(module: Module) -> Iterator[bool]:
-    """For each of a module's numbers that are rates of a dropout, whether it is more than nought."""
-    if isinstance(module, torch.nn.Dropout):
-        yield module.p > 0
-    for name, value in vars(module).items():
-        if "drop" in name and isinstance(value, float):
-            yield value > 0
-
-
-def is_untouched(modules: Iterable[Module], own: tuple[str, ...]) -> bool:
-    """Whether no hook but those of ``own`` packages, and no forward of its own, changes what modules do."""
-    if any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS):
-        return False
-    return not any(
-        "forward" in vars(module)
-        or any(
-            not hook.__module__.startswith(own)
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
-        for module in modules
-    )
-
-
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-
-
-def no_logits(name: str, architecture: str) -> str:
-    """What to say where logits are asked of a model without a head."""
-    return (
-        f"{name} ({architecture}) has no logits: load a class with a head, such as a ...ForCausalLM (with "
-        "adapter='transformers', if it has one that TransformerLens does not bridge), or leave out what "
-        "asks for a logit"
-    )
-
-
-def encoder_logits(name: str) -> str:
-    """What to say where a direction of a token is asked of an encoder."""
-    return (
-        f"{name} is an encoder: more than a norm lies between its last hidden embedding and its logits, so "
-        "no direction stands for a token; use a decoder"
-    )
-
-
-def require_weights(name: str, model: Module) -> None:
-    """Raise a ``ValueError`` if weights of the model are not there."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"{name} has weights on the meta device, which hold no numbers: load them first")
-
-
-def weights_fingerprint(model: Module) -> str:
-    """A digest of all weights, by name."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()

@@ -9,7 +9,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 from captum_hta import load_model
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel
 
 # On tensors as small as most of these, a second thread costs far more than it gives.
 torch.set_num_threads(1)

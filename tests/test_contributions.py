@@ -11,7 +11,7 @@ from torch.nn import LayerNorm, Module
 from transformers import BertForMaskedLM, BertLMHeadModel
 
 from captum_hta import Contributions, contributions, load_model
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel
 from captum_hta.jacobian.norms import NORMS
 from captum_hta.model.encoding import Encoding
 from captum_hta.texts import BATCH_TOKENS, PADDING_SHARE, batches

@@ -1,1 +1,1 @@
-"""What makes tokens of texts, images and audio."""
+"""Readers turn texts, images and audio into the tokens of a model."""

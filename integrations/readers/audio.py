@@ -1,4 +1,4 @@
-"""Audio as a speech model hears them: features of frames, and tokens named by their time."""
+"""Audio as speech models read it: features of frames, and tokens labelled by their time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from captum_hta.integrations.readers.contents import stacked
 from captum_hta.model.encoding import Batch, Encoding
 
 STRIDE = 2
-"""Frames of a token, by the strides of Whisper's convolutions (Radford et al. 2022, section 2.2)."""
+"""Frames per token, the strides of Whisper's convolutions together (Radford et al. 2022, section 2.2)."""
 FRAME = 0.01
-"""Seconds of a frame, where no feature extractor says otherwise."""
+"""Seconds per frame, if there is no feature extractor."""
 
 
 class AudioReader:
-    """Reads audio with a feature extractor, or features as they are.
+    """Reads audio with a feature extractor, or takes features as they are.
 
     Args:
         tokenizer: A feature extractor of ``transformers``, or ``None``.
-        features: Features of a frame.
-        longest: Tokens that the model makes of every audio.
+        features: Number of features per frame.
+        longest: Number of tokens of any audio: shorter audio is padded.
     """
 
     medium = "audio"
@@ -35,27 +35,27 @@ class AudioReader:
 
     @property
     def reads(self) -> str:
-        """What it takes."""
+        """What is accepted, in words."""
         features = f"features of shape {list(self.shape)}"
         if self.tokenizer is None:
             return f"audio ({features})"
         return f"audio (an array of numbers at {self.tokenizer.sampling_rate} Hz, or {features})"
 
     def accepts(self, audio: Any) -> bool:
-        """Whether it is an array with one axis, or two of features."""
+        """Whether it is an array with one axis, or features with two."""
         return isinstance(audio, np.ndarray | Tensor) and audio.ndim in (1, 2)
 
     def sample(self) -> Encoding:
-        """The first tokens of features of waves."""
+        """The first tokens of some features that are not constant."""
         waves = torch.arange(self.shape[0] * self.shape[1]).mul(0.7).sin()
         return self._encoding(waves.view(self.shape)).first(6)
 
     def encode(self, audio: Any, max_length: int | None = None) -> Encoding:
-        """Read audio. It is made as long as the model hears, so nothing of it is cut.
+        """Read audio. It is padded to the length that the model reads, and never cut.
 
         Raises:
-            ValueError: If it is longer than the model hears, has features of another shape, or is to be
-                read without a feature extractor.
+            ValueError: If it is longer than the model reads, its features have another shape, or there is no
+                feature extractor.
         """
         audio = torch.as_tensor(audio).detach().cpu()
         if not audio.is_floating_point() or not audio.numel():
@@ -71,7 +71,7 @@ class AudioReader:
         return self._encoding(features)
 
     def _features(self, audio: Tensor) -> Tensor:
-        """Features ``[feature, frame]`` of audio."""
+        """The features ``[feature, frame]`` of audio."""
         extractor = self.tokenizer
         if extractor is None:
             raise ValueError(
@@ -80,11 +80,12 @@ class AudioReader:
             )
         if len(audio) > extractor.n_samples:
             raise ValueError(
-                f"audio has {len(audio)} numbers, but the model hears at most {extractor.n_samples}, at "
+                f"audio has {len(audio)} numbers, but the model reads at most {extractor.n_samples}, at "
                 f"{extractor.sampling_rate} Hz: cut it"
             )
         made = extractor(audio.float().numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt")
-        return made["input_features"][0]
+        features: Tensor = made["input_features"][0]
+        return features
 
     def _encoding(self, features: Tensor) -> Encoding:
         extractor = self.tokenizer
@@ -92,7 +93,7 @@ class AudioReader:
         return Encoding([], [], [f"{step * token:.2f} s" for token in range(self.longest)], content=features)
 
     def token(self, text: str) -> int:
-        """There are no token ids.
+        """Raise an error, since there are no token ids.
 
         Raises:
             ValueError: Always.
@@ -100,5 +101,5 @@ class AudioReader:
         raise ValueError(f"the tokens of audio have no ids, so {text!r} is none")
 
     def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
-        """Put features together; there is no padding."""
+        """Stack features; there is no padding."""
         return stacked(encodings, device)

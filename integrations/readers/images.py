@@ -1,4 +1,4 @@
-"""Images as a vision transformer reads them: pixel values, and patches named by their place on a grid."""
+"""Images as vision transformers read them: pixel values, and patches labelled by row and column."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 class ImageReader:
-    """Reads images with an image processor, or arrays of pixel values as they are.
+    """Reads images with an image processor, or takes arrays of pixel values as they are.
 
     Args:
         tokenizer: An image processor of ``transformers``, or ``None``.
         shape: Channels, height and width that the model reads.
         patch: Height and width of a patch.
-        special: Labels of the tokens that come before the patches.
+        special: Labels of the tokens before the patches.
         any_size: Whether the model reads images of any number of patches.
     """
 
@@ -45,7 +45,7 @@ class ImageReader:
 
     @property
     def reads(self) -> str:
-        """What it takes."""
+        """What is accepted, in words."""
         return f"an image (a path, a PIL image or an array of shape {self._wanted})"
 
     @property
@@ -55,7 +55,7 @@ class ImageReader:
 
     @property
     def longest(self) -> int | None:
-        """The number of tokens of every image; ``None``: as many as it has patches."""
+        """The number of tokens of an image; ``None`` if it depends on the image."""
         return None if self.any_size else len(self.special) + math.prod(self._grid(self.shape))
 
     def accepts(self, image: Any) -> bool:
@@ -64,16 +64,16 @@ class ImageReader:
         return array or isinstance(image, str | PathLike | Image.Image)
 
     def sample(self) -> Encoding:
-        """The first tokens of an image of waves."""
+        """The first tokens of some image that is not constant."""
         height, width = (2 * self.patch[0], 3 * self.patch[1]) if self.any_size else self.shape[1:]
         count = self.shape[0] * height * width
         return self._encoding(torch.arange(count).mul(0.7).sin().view(-1, height, width)).first(6)
 
     def encode(self, image: Any, max_length: int | None = None) -> Encoding:
-        """Read an image. Nothing of it is cut: a model has a place for every patch.
+        """Read an image. It is never cut: there is a position for every patch.
 
         Raises:
-            ValueError: If it cannot be read, or has another size than the model reads.
+            ValueError: If it cannot be read, or its size is not one that the model reads.
         """
         pixels = self._pixels(image)
         if not self._fits(pixels.shape):
@@ -100,14 +100,15 @@ class ImageReader:
             image = self._colours(image)
         self._check_channels(image.shape)
         real = np.issubdtype(np.asarray(image).dtype, np.floating)
-        options = {"do_rescale": False} if real else {}  # of numbers up to 255
+        options = {"do_rescale": False} if real else {}  # only numbers up to 255 are rescaled
         made = self.tokenizer(
             images=image, input_data_format="channels_first", return_tensors="pt", **options
         )
-        return made["pixel_values"][0]
+        pixels: Tensor = made["pixel_values"][0]
+        return pixels
 
     def _colours(self, image: Image.Image) -> NDArray[np.uint8]:
-        """``[channel, height, width]``, the right mode up, what is transparent on white."""
+        """Colours ``[channel, height, width]``, upright, with transparent areas on white."""
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits
             image = Image.fromarray((np.asarray(image, dtype=np.int64) >> 8).clip(0, 255).astype(np.uint8))
@@ -118,7 +119,7 @@ class ImageReader:
         return colours.reshape(*colours.shape[:2], -1).transpose(2, 0, 1)
 
     def _check_channels(self, shape: Sequence[int]) -> None:
-        """Raise a ``ValueError`` if an array has its channels elsewhere, or too many."""
+        """Raise a ``ValueError`` if the first axis of an array is not that of the channels."""
         if shape[0] != self.shape[0]:
             raise ValueError(
                 f"the image is of shape {list(shape)}, but [{self.shape[0]}, height, width] is needed: "
@@ -126,7 +127,7 @@ class ImageReader:
             )
 
     def _plain(self, image: Any) -> Tensor:
-        """An array as it is."""
+        """Pixel values of an array that needs no processor."""
         if isinstance(image, Image.Image):
             raise ValueError(
                 "there is no image processor, which makes pixel values of an image: pass tokenizer="
@@ -148,7 +149,7 @@ class ImageReader:
         return shape[1] // self.patch[0], shape[2] // self.patch[1]
 
     def _shown(self, pixels: Tensor) -> NDArray[np.float64]:
-        """Colours ``[height, width, 3]`` of pixel values; as grey ones where there are not three channels."""
+        """Colours ``[height, width, 3]`` of pixel values; grey unless there are three channels."""
         colours = pixels.double().permute(1, 2, 0).numpy()
         if getattr(self.tokenizer, "do_normalize", False):
             colours = colours * self.tokenizer.image_std + self.tokenizer.image_mean
@@ -159,7 +160,7 @@ class ImageReader:
         return colours.clip(0, 1)
 
     def token(self, text: str) -> int:
-        """There are no token ids.
+        """Raise an error, since there are no token ids.
 
         Raises:
             ValueError: Always.
@@ -167,19 +168,19 @@ class ImageReader:
         raise ValueError(f"the tokens of images have no ids, so {text!r} is none")
 
     def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
-        """Put images together; there is no padding.
+        """Stack images; there is no padding.
 
         Raises:
-            ValueError: If they are of several sizes.
+            ValueError: If their sizes differ.
         """
         return stacked(encodings, device)
 
 
-def opened(path: str | PathLike) -> Image.Image:
-    """A image from a file, the right mode up.
+def opened(path: str | PathLike[str]) -> Image.Image:
+    """Open an image file, and turn it upright.
 
     Raises:
-        ValueError: If there is none, or it is no image.
+        ValueError: If there is no such file, or it is no image.
     """
     try:
         with Image.open(path) as file:

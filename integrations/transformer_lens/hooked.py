@@ -1,33 +1,34 @@
-"""Models of TransformerLens 2 and 3, ``HookedTransformer`` and ``HookedEncoder``, by what they have."""
+"""``HookedTransformer`` and ``HookedEncoder`` of TransformerLens 2 and 3 as the core's model."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta.integrations.proof import Proof, is_untouched
+from captum_hta.integrations.conditions import is_untouched
+from captum_hta.integrations.proof import Proof
 from captum_hta.integrations.transformer_lens.hook_points import HookPointModel
-from captum_hta.integrations.transformers.layouts import normalised, repeated
+from captum_hta.integrations.weights import repeated, token_norm
 from captum_hta.model.attention import AttentionFactors, OutputProjection, SumNorm, TokenNorm
 from captum_hta.model.sites import Site
 
 _NEEDED = ("blocks.0.hook_resid_pre", "blocks.0.attn.hook_z", "blocks.0.attn.hook_pattern")
 _POST_NORM = "hook_normalized_resid_post"
-"""The hook point that only a post-LN block has: its output, where ``hook_resid_post`` is before the norm."""
+"""The hook point that only post-LN blocks have: their output; ``hook_resid_post`` lies before the norm."""
 
 
 class HookedModel(HookPointModel):
-    """A ``HookedTransformer`` or ``HookedEncoder`` as the model that the core works with.
+    """A ``HookedTransformer`` or ``HookedEncoder`` as the core's model.
 
-    The model is used as it is: hooks that are active on it act on the result. Token ids are those of the
-    tokenizer, so ``default_prepend_bos`` and the tokenizer's padding side do not matter: a first token is
-    read if the tokenizer adds it, as those that TransformerLens sets up do. The adapter proves itself as
+    The model is used as it is, and hooks that are active on it act on the result. Token ids are those of the
+    tokenizer, so ``default_prepend_bos`` and the tokenizer's padding side do not matter: there is a first
+    token if the tokenizer adds it, as those that TransformerLens sets up do. The adapter proves itself as
     :class:`captum_hta.integrations.transformer_lens.adapter.TransformerLensModel` does.
 
     Args:
@@ -40,7 +41,7 @@ class HookedModel(HookPointModel):
         ValueError: If there is no tokenizer, its weights are in 4 bits, or the proof fails.
     """
 
-    def __init__(self, model: Module, tokenizer: Any = None, name: str | None = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
         self.kind = type(model).__name__
         missing = [point for point in _NEEDED if point not in getattr(model, "hook_dict", ())]
         if missing:
@@ -53,16 +54,19 @@ class HookedModel(HookPointModel):
         self._parameters = inspect.signature(model.forward).parameters
         self._has_post_norm = f"blocks.0.{_POST_NORM}" in model.hook_dict
         rotary = "rot_" if "blocks.0.attn.hook_rot_q" in model.hook_dict else ""
-        self.factor_hooks = self._points | {name: f"attn.hook_{rotary}{name}" for name in ("q", "k")}
+        self.factor_hooks = {
+            "x": "hook_resid_pre",
+            "q": f"attn.hook_{rotary}q",
+            "k": f"attn.hook_{rotary}k",
+            "v": "attn.hook_v",
+        }
         super().__init__(model, tokenizer, name, model.cfg.d_vocab)
 
-    _points: ClassVar = {"x": "hook_resid_pre", "v": "attn.hook_v"}
-
     def _run(self, wanted: str | None, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Any:
-        """Run the model, for its ``"logits"`` or for nothing.
+        """Run the model, and return its ``"logits"`` or nothing.
 
-        The mask is always given: else a ``HookedTransformer`` makes its own, if its tokenizer pads on the
-        left, and takes a first token that is also that of padding for such.
+        The mask is always passed. Otherwise a ``HookedTransformer`` whose tokenizer pads on the left makes
+        its own, and takes a first token for padding if the two have one id.
         """
         if "one_zero_attention_mask" in self._parameters:
             return self.lens(ids, return_type=wanted, token_type_ids=segments, one_zero_attention_mask=mask)
@@ -70,7 +74,7 @@ class HookedModel(HookPointModel):
             return self.lens(ids, return_type=wanted, attention_mask=mask)
 
     def source(self, layer: int) -> Module:
-        """The hook point whose value enters block ``layer``."""
+        """The hook point of the input of block ``layer``."""
         return self.hook_point(f"blocks.{layer}.hook_resid_pre")
 
     def target(self, layer: int, kind: str = "head") -> Module:
@@ -79,12 +83,12 @@ class HookedModel(HookPointModel):
         return self.hook_point(f"blocks.{layer}.{'attn.hook_z' if kind == 'head' else last}")
 
     def _may_have_closed_form(self) -> bool:
-        """Scores that are capped, or of normalised queries and keys, have no closed form here."""
+        """Capped scores and normalised queries and keys have no closed form here."""
         config = self.lens.cfg
         capped = getattr(config, "attn_scores_soft_cap", -1) > 0
         return not capped and not getattr(config, "use_qk_norm", False)
 
-    def _factors(self, layer: int, pattern: Tensor, seen: dict[str, Tensor]) -> AttentionFactors:
+    def _factors(self, layer: int, pattern: Tensor, seen: Mapping[str, Tensor]) -> AttentionFactors:
         block = self.lens.blocks[layer]
         rotation = self._rotation(block.attn, pattern.shape[-1])
         query, key, value = (repeated(seen[name].transpose(1, 2), self.num_heads, 1) for name in "qkv")
@@ -100,13 +104,13 @@ class HookedModel(HookPointModel):
             query_weight=query_weight,
             key_weight=key_weight,
             value_weight=value_weight,
-            norm=None if self._has_post_norm else _token_norm(block.ln1, seen["x"]),
+            norm=None if self._has_post_norm else _input_norm(block.ln1, seen["x"]),
             query_map=rotation,
             key_map=rotation,
         )
 
     def output_projection(self, layer: int) -> OutputProjection:
-        """What becomes of the heads' outputs of block ``layer``."""
+        """How block ``layer`` adds the outputs of its heads to its input."""
         block, norm = self.lens.blocks[layer], None
         if self._has_post_norm:
             norm = SumNorm(block.ln1.w.detach(), block.ln1.b.detach(), float(block.ln1.eps))
@@ -119,17 +123,19 @@ class HookedModel(HookPointModel):
 
     @property
     def _unembedding_weight(self) -> Tensor:
-        return self.lens.unembed.W_U.detach().mT
+        weight: Tensor = self.lens.unembed.W_U
+        return weight.detach().mT
 
-    def _rotation(self, attention: Module, tokens: int) -> Tensor | None:
+    def _rotation(self, attention: Any, tokens: int) -> Tensor | None:
         """A rotary embedding as matrices ``[1, 1, token, d_head, d_head]``, by the model's own function."""
         if "attn.hook_rot_q" not in self.factor_hooks.values():
             return None
         basis = torch.eye(self.d_head, dtype=self.dtype, device=self.device)
         directions = basis[:, None, None].expand(-1, tokens, 1, -1)
-        return attention.apply_rotary(directions)[:, :, 0].permute(1, 2, 0)[None, None]
+        rotated: Tensor = attention.apply_rotary(directions)
+        return rotated[:, :, 0].permute(1, 2, 0)[None, None]
 
-    def _unhooked(self, layer: int) -> bool:
+    def _is_unhooked(self, layer: int) -> bool:
         """Whether no hook may change what a block's attention computes."""
         return is_untouched(self.lens.blocks[layer].modules(), ())
 
@@ -146,12 +152,12 @@ class HookedModel(HookPointModel):
 
 
 @contextmanager
-def _linearizable_rotation(blocks: Iterable[Module]) -> Iterator[None]:
-    """Rotary embeddings without writing in place, which has no forward derivative here."""
+def _linearizable_rotation(blocks: Iterable[Any]) -> Iterator[None]:
+    """Replace the rotary embeddings by ones that write nothing in place, which has no forward derivative."""
     attentions = [block.attn for block in blocks if hasattr(block.attn, "rotary_sin")]
     for attention in attentions:
         adjacent = getattr(attention.cfg, "rotary_adjacent_pairs", False)
-        attention.rotate_every_two = _turned_pairs if adjacent else _turned_halves
+        attention.rotate_every_two = _rotated_pairs if adjacent else _rotated_halves
     try:
         yield
     finally:
@@ -159,19 +165,19 @@ def _linearizable_rotation(blocks: Iterable[Module]) -> Iterator[None]:
             vars(attention).pop("rotate_every_two", None)
 
 
-def _turned_pairs(x: Tensor) -> Tensor:
+def _rotated_pairs(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
-def _turned_halves(x: Tensor) -> Tensor:
+def _rotated_halves(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
-def _token_norm(norm: Module, x: Tensor) -> TokenNorm | None:
-    """The normalisation before the projections; its weight and bias may be folded into these."""
+def _input_norm(norm: Any, x: Tensor) -> TokenNorm | None:
+    """The normalisation before the projections; its weight and bias may be folded into the projections."""
     if not hasattr(norm, "eps"):
-        return None  # an identity, for a configuration without norms
-    weight = getattr(norm, "w", None)
+        return None  # the identity of a configuration without norms
+    weight: Tensor | None = getattr(norm, "w", None)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight.detach()
-    return normalised(x, weight, float(norm.eps), centred=type(norm).__name__.startswith("Layer"))
+    return token_norm(x, weight, float(norm.eps), centred=type(norm).__name__.startswith("Layer"))

@@ -1,5 +1,1 @@
 """Models of ``transformers``, without TransformerLens."""
-
-from captum_hta.integrations.transformers.adapter import TransformersModel
-
-__all__ = ["TransformersModel"]

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from captum_hta import baselines, contributions, load_model
 from captum_hta.baselines.norms import decomposed_block
-from captum_hta.integrations.transformer_lens import TransformerLensModel
-from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.integrations import TransformerLensModel, TransformersModel
 from captum_hta.model.activations import Activations
 from captum_hta.model.sites import Site, observed
 

@@ -9,7 +9,7 @@ from families import FAMILIES, IMAGES, PAIRS, tiny
 
 from captum_hta import baselines
 from captum_hta.evaluation import Noise, ZeroVector, faithfulness, methods_for
-from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.integrations import TransformersModel
 
 METHODS = [getattr(baselines, name) for name in baselines.__all__ if name != "Baseline"]
 CASES = [(name, None) for name in FAMILIES | IMAGES]

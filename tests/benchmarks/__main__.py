@@ -25,7 +25,7 @@ from rich.table import Table
 from transformers import BertConfig, BertModel
 
 from captum_hta import contributions, load_model
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel
 from captum_hta.jacobian.forward import Columns, sweep
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.linearize.linearization import Linearization

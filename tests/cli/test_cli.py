@@ -25,7 +25,7 @@ from tokenizing import byte_level
 
 import captum_hta
 from captum_hta import __version__, cli, computation, contributions, open_study
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.protocol import Check, Model
 from captum_hta.report import one_study as report
 

@@ -14,7 +14,7 @@ from scipy.spatial import distance
 from captum_hta import baselines, compare, contributions, load_model
 from captum_hta.evaluation import Comparison, HtaMethod, RankMatrix, compare_methods, methods_for
 from captum_hta.evaluation.methods import HTA
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel
 from captum_hta.statistics.correlations import MEASURES, row_agreement, standard_ranks
 
 

@@ -24,8 +24,7 @@ from captum_hta.evaluation import (
 )
 from captum_hta.evaluation.interventions import responses
 from captum_hta.evaluation.methods import HTA
-from captum_hta.integrations.transformer_lens import TransformerLensModel
-from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.integrations import TransformerLensModel, TransformersModel
 from captum_hta.model.activations import Activations
 
 TEXT = "one two three"

@@ -12,8 +12,8 @@ from families import WHISPER, tiny
 from tokenizing import byte_level
 
 from captum_hta import contributions, load_model
+from captum_hta.integrations import TransformersModel
 from captum_hta.integrations.readers.audio import AudioReader
-from captum_hta.integrations.transformers import TransformersModel
 
 WAVE = np.sin(np.arange(8000) * 0.2).astype(np.float32)  # half a second
 FEATURES = torch.zeros(4, 12)

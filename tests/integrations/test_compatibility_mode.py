@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta import contributions, load_model
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel
 
 TEXT, OTHER = "one two three four", "five six"
 STEPS = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta import contributions, load_model
-from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.integrations import TransformersModel
 
 READ, SAID = "one two three four", "five six seven"
 OTHER = ("eight nine", "ten")
@@ -198,7 +198,7 @@ def test_parts_are_named() -> None:
 
 def test_a_decoder_needs_a_pair() -> None:
     """The error says which texts."""
-    with pytest.raises(TypeError, match=r"what the encoder reads .* and what the decoder has said, got 'one"):
+    with pytest.raises(TypeError, match=r"what the encoder reads .* and the text of the decoder, got 'one"):
         contributions(adapter("T5", "decoder"), "one two")
 
 

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from captum_hta import contributions, load_model, logit_direction
 from captum_hta.baselines.norms import decomposed_block
-from captum_hta.integrations.transformer_lens.hooked import HookedModel
+from captum_hta.integrations import HookedModel
 from captum_hta.model.activations import Activations
 from captum_hta.model.sites import observed
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from captum_hta import contributions, load_model
 from captum_hta.computation import _fingerprint
-from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.integrations import TransformersModel
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-7}
 MARKS = {"ViT": ["[CLS]"], "DeiT": ["[CLS]", "[DIST]"], "DINOv2": ["[CLS]"]}

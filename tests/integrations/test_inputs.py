@@ -13,8 +13,8 @@ from families import tiny
 from tokenizing import byte_level
 
 from captum_hta import Contributions, contributions, load_model
+from captum_hta.integrations import TransformersModel
 from captum_hta.integrations.readers.texts import TextReader
-from captum_hta.integrations.transformers import TransformersModel
 
 
 def gpt2(tokenizer: object | None = None, **options: object) -> TransformersModel:

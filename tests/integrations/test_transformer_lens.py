@@ -22,9 +22,10 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from captum_hta import HiddenTokenAttribution, contributions, load_model
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel, TransformersModel
 from captum_hta.integrations.transformer_lens import adapter as transformer_lens
-from captum_hta.integrations.transformers import TransformersModel, loading
+from captum_hta.integrations.transformer_lens import availability
+from captum_hta.integrations.transformers import pretrained
 from captum_hta.model.encoding import Encoding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -580,7 +581,7 @@ def test_refused(kind: str, tmp_path: Path) -> None:
 
 def test_without_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its version 4 TransformerLens is not needed for a BERT, and a bridge is refused."""
-    monkeypatch.setattr(transformer_lens.metadata, "version", lambda name: "3.9.0")
+    monkeypatch.setattr(availability.metadata, "version", lambda name: "3.9.0")
     assert isinstance(load_model(tiny_bert(), WordTokenizer()), TransformersModel)
     with pytest.raises(ModuleNotFoundError, match=r"3\.9\.0 has no bridges.*transformer-lens>=4\.3"):
         load_model(tiny_bert(), WordTokenizer(), adapter="transformer_lens")
@@ -626,7 +627,7 @@ def test_broken_folder(file: str, tmp_path: Path) -> None:
 
 def test_demo_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the demo package the error says how to get it."""
-    monkeypatch.setattr(loading, "DEMO_PACKAGE", "no_such_package")
+    monkeypatch.setattr(pretrained, "DEMO_PACKAGE", "no_such_package")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'captum-hta\[demo\]'"):
         load_model()
 

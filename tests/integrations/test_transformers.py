@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta import HiddenTokenAttribution, contributions, load_model
-from captum_hta.integrations.transformer_lens import TransformerLensModel
-from captum_hta.integrations.transformers import TransformersModel
-from captum_hta.integrations.transformers.layouts import REFUSED, layout_for
+from captum_hta.integrations import TransformerLensModel, TransformersModel
+from captum_hta.integrations.transformers.families import REFUSED, layout_for
 
 TEXT, OTHER = "one two three four", "five six"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta import contributions, load_model
-from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.integrations import TransformersModel
 from captum_hta.model.protocol import Model
 
 pytestmark = pytest.mark.slow

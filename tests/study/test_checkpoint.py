@@ -19,7 +19,7 @@ from families import tiny
 from tokenizing import byte_level
 
 from captum_hta import load_model
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel
 from captum_hta.study import identifiability
 from captum_hta.study import run as study
 from captum_hta.study.checkpoint import OtherRunError, Shards, write_whole

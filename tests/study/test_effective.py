@@ -9,7 +9,7 @@ from scipy import linalg
 
 from captum_hta.baselines import EffectiveAttention
 from captum_hta.baselines.attention import effective_attention
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.activations import Activations
 from captum_hta.statistics.accumulators import Mean
 from captum_hta.study.effective import STEP, EffectiveAgreement, matrix_correlations

@@ -13,7 +13,7 @@ from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
 from families import tiny
 
 from captum_hta import contributions, open_study
-from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.integrations import TransformersModel
 from captum_hta.report import one_study as report
 from captum_hta.study import run as study
 from captum_hta.study.checkpoint import Shards

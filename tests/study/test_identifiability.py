@@ -13,8 +13,7 @@ from conftest import WordTokenizer
 from families import tiny
 from torch import Tensor
 
-from captum_hta.integrations.transformer_lens import TransformerLensModel
-from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.integrations import TransformerLensModel, TransformersModel
 from captum_hta.model.encoding import Encoding
 from captum_hta.model.protocol import Model
 from captum_hta.study import corpus, identifiability

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from captum_hta import contributions
-from captum_hta.integrations.transformer_lens import TransformerLensModel
+from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.encoding import Encoding
 from captum_hta.statistics.accumulators import Mean
 from captum_hta.study.patterns import (

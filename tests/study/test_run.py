@@ -15,7 +15,7 @@ from scipy import stats
 
 from captum_hta.baselines import EffectiveAttention
 from captum_hta.computation import contributions
-from captum_hta.integrations.transformers import TransformersModel
+from captum_hta.integrations import TransformersModel
 from captum_hta.model.encoding import Encoding
 from captum_hta.result import Contributions
 from captum_hta.study.effective import EffectiveAgreement

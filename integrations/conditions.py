@@ -1,0 +1,74 @@
+"""Conditions that every model must meet, and errors that several adapters raise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.nn import Module
+
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+def require_eval(name: str, model: Module) -> None:
+    """Raise a ``ValueError`` if a dropout is active, be it a module or a rate that a module keeps."""
+    for module in model.modules():
+        if module.training and any(rate > 0 for rate in _dropout_rates(module)):
+            raise ValueError(
+                f"{name} is in training mode, with a dropout that is active: call its eval() first"
+            )
+
+
+def _dropout_rates(module: Module) -> Iterator[float]:
+    if isinstance(module, torch.nn.Dropout):
+        yield module.p
+    for name, value in vars(module).items():
+        if "drop" in name and isinstance(value, float):
+            yield value
+
+
+def require_weights(name: str, model: Module) -> None:
+    """Raise a ``ValueError`` if weights are on the meta device."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{name} has weights on the meta device, which hold no numbers: load them first")
+
+
+def weights_fingerprint(model: Module) -> str:
+    """A digest of the names and values of all weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def is_untouched(modules: Iterable[Module], own: tuple[str, ...]) -> bool:
+    """Whether nothing changes what modules compute: no ``forward`` of an instance and no hooks, except those
+    that the packages ``own`` register.
+    """
+    if any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS):
+        return False
+    return not any("forward" in vars(module) or _has_foreign_hook(module, own) for module in modules)
+
+
+def _has_foreign_hook(module: Module, own: tuple[str, ...]) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(hook.__module__.startswith(own) for hook in hooks)
+
+
+def no_logits(name: str, architecture: str) -> str:
+    """The error for a model without a head that is asked for logits."""
+    return (
+        f"{name} ({architecture}) has no logits: load a class with a head, such as a ...ForCausalLM (with "
+        "adapter='transformers', if it has one that TransformerLens does not bridge), or leave out what "
+        "asks for a logit"
+    )
+
+
+def encoder_logits(name: str) -> str:
+    """The error for an encoder that is asked for the direction of a token."""
+    return (
+        f"{name} is an encoder: more than a norm lies between its last hidden embedding and its logits, so "
+        "no direction stands for a token; use a decoder"
+    )

@@ -1,0 +1,96 @@
+"""The reader of a model of ``transformers``: what it reads, and how much of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from captum_hta.integrations.readers.audio import AudioReader
+from captum_hta.integrations.readers.images import ImageReader
+from captum_hta.integrations.readers.pairs import PairReader
+from captum_hta.integrations.readers.texts import TextReader
+from captum_hta.integrations.transformers.families import ANY_SIZE, AUDIO, IMAGES
+from captum_hta.model.protocol import Reader
+
+
+def reader_for(base: PreTrainedModel, tokenizer: Any, part: str | None, name: str) -> Reader:
+    """The reader of a model, or of a part of it.
+
+    Args:
+        base: The base model.
+        tokenizer: Its tokenizer; for vision models the image processor, or ``None``; for audio models the
+            processor, or what the part needs of it.
+        part: The part of an encoder-decoder model.
+        name: What to call the model.
+
+    Raises:
+        ValueError: If a tokenizer is needed and there is none, or the first token of a decoder is unknown.
+        TypeError: If there is a tokenizer where an image processor is needed.
+    """
+    config: Any = base.config
+    if config.model_type in IMAGES:
+        return _image_reader(config, tokenizer, name)
+    context: AudioReader | None = None
+    if config.model_type in AUDIO:
+        extractor, tokenizer = _split_processor(tokenizer)
+        context = AudioReader(extractor, config.num_mel_bins, config.max_source_positions)
+        if part == "encoder":
+            return context
+    if tokenizer is None:
+        raise ValueError(f"{name} carries no tokenizer: pass tokenizer=")
+    texts = TextReader(tokenizer, vocabulary_of(base))
+    if part in ("decoder", "cross"):
+        return PairReader(context or texts, texts, _start_token(config, name), part == "cross")
+    return texts
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """The number of token ids that a model embeds."""
+    return model.get_input_embeddings().get_parameter("weight").shape[0]
+
+
+def longest_text(base: PreTrainedModel) -> int | None:
+    """The length of the longest text that the positions of a model allow."""
+    names = ("max_target_positions", "max_position_embeddings")
+    lengths = (getattr(base.config, name) for name in names if hasattr(base.config, name))
+    longest: int | None = next(lengths, None)
+    table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
+    padding: int | None = getattr(table, "padding_idx", None)
+    return longest if longest is None or padding is None else longest - padding - 1
+
+
+def _image_reader(config: Any, processor: Any, name: str) -> ImageReader:
+    if hasattr(processor, "convert_ids_to_tokens"):
+        raise TypeError(f"{name} reads images: pass an image processor, got {type(processor).__name__}")
+    return ImageReader(
+        processor,
+        (config.num_channels, *_height_and_width(config.image_size)),
+        _height_and_width(config.patch_size),
+        IMAGES[config.model_type],
+        any_size=config.model_type in ANY_SIZE,
+    )
+
+
+def _split_processor(processor: Any) -> tuple[Any, Any]:
+    """The feature extractor and the tokenizer of a processor, or of an object that is one of them."""
+    if hasattr(processor, "feature_extractor"):
+        return processor.feature_extractor, processor.tokenizer
+    return (processor, None) if hasattr(processor, "hop_length") else (None, processor)
+
+
+def _height_and_width(size: Any) -> tuple[int, int]:
+    """Height and width of a size in a configuration, where one number stands for a square."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+def _start_token(config: Any, name: str) -> int:
+    """The token that a decoder starts with."""
+    for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+        token: int | None = getattr(config, key, None)
+        if token is not None:
+            return token
+    raise ValueError(
+        f"the first token of the decoder of {name} is not known: set decoder_start_token_id in its config"
+    )

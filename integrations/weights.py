@@ -1,0 +1,70 @@
+"""Weights of projections and norms, as the core's closed forms and baselines take them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import LayerNorm, Linear, Module
+from transformers.pytorch_utils import Conv1D
+
+from captum_hta.model.attention import SumNorm, TokenNorm
+
+
+def is_plain(projection: Module) -> bool:
+    """Whether a projection is a plain matrix, and nothing that wraps or replaces one."""
+    return type(projection) in (Linear, Conv1D)
+
+
+def matrix(projection: Module) -> Tensor:
+    """The weight ``[out, in]`` of a plain projection; GPT-2's ``Conv1D`` stores its transpose."""
+    weight: Tensor = projection.get_parameter("weight").detach()
+    return weight if isinstance(projection, Linear) else weight.T
+
+
+def linear_map(
+    projection: Module, width: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The matrix ``[in, out]`` and the bias ``[out]`` of a projection.
+
+    They are read from a plain projection, and otherwise computed from its outputs for a basis.
+
+    Args:
+        projection: A module that is an affine map.
+        width: Its input width.
+        device: Where the basis is made.
+        dtype: Dtype of the basis.
+    """
+    if is_plain(projection):
+        bias = projection.bias
+        return matrix(projection).T, bias.detach() if isinstance(bias, Tensor) else None
+    basis = torch.eye(width, device=device, dtype=dtype)
+    with torch.no_grad():
+        offset: Tensor = projection(torch.zeros_like(basis[:1])[None])[0, 0]
+        return projection(basis[None])[0] - offset, offset
+
+
+def repeated(value: Tensor, heads: int, dim: int) -> Tensor:
+    """Keys or values of grouped heads, repeated for each query head."""
+    return value.repeat_interleave(heads // value.shape[dim], dim)
+
+
+def sum_norm(norm: Module) -> SumNorm:
+    """The parameters of a LayerNorm of PyTorch."""
+    assert isinstance(norm, LayerNorm)
+    return SumNorm(norm.weight.detach(), norm.bias.detach(), norm.eps)
+
+
+def token_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> TokenNorm:
+    """The normalisation at ``x``.
+
+    Args:
+        x: The norm's input, ``[batch, token, width]``.
+        weight: ``[width]``.
+        eps: Added to the variance.
+        centred: Whether the mean is removed (LayerNorm).
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    inverse = (wide.square().mean(-1) + eps).rsqrt()
+    return TokenNorm(normalised=wide * inverse[..., None], inverse=inverse, weight=weight, centred=centred)
