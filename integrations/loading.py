@@ -82,7 +82,8 @@ def load_model(
         loaded, tokenizer, name = _from_files(model, tokenizer, options, part)
     if tokenizer is None and medium_of(loaded.config) == "text":
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
-    Module.to(loaded, device=device, dtype=dtype).eval()
+    module: Module = loaded
+    module.to(device=device, dtype=dtype).eval()
     if adapter is None and type(loaded).__name__ in BRIDGED_BY_DEFAULT and has_bridges():
         adapter = "transformer_lens"
     if adapter == "transformer_lens":

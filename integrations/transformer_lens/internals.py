@@ -4,7 +4,7 @@
   name on the hub, and refuses bare models and classifiers.
 - ``component_mapping``, ``prepare_model`` and ``cfg`` of an architecture adapter: its layout, which is fitted
   to models without the head of a masked language model.
-- ``original_component`` and ``original_model``: the modules of ``transformers`` that a bridge wraps, for their
+- ``original_component`` and ``original_model``: what a bridge wraps of ``transformers``, for its
   weights.
 """
 

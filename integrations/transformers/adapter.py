@@ -143,7 +143,7 @@ class TransformersModel(Adapter):
         return value.to(self.dtype) if value is not None and value.is_floating_point() else value
 
     def source(self, layer: int) -> Site:
-        """The input of block ``layer``; for cross attention, of the encoder's block, or the encoder's output."""
+        """The input of block ``layer``; for cross attention, of that block of the encoder, or its output."""
         if self._memory is not None:
             return self._memory[layer]
         place = self.places[layer]
@@ -171,10 +171,8 @@ class TransformersModel(Adapter):
             out = self._run_with_patterns(batch)
         if recording.calls:
             return [self._attention(recording, layer) for layer in range(self.num_layers)]
-        # attention that does not go through the interface of transformers gives its patterns itself
-        return [
-            Attention(self._require_pattern(pattern, layer)) for layer, pattern in enumerate(out.attentions)
-        ]
+        patterns = out.attentions  # of models whose attention does not go through the interface
+        return [Attention(self._require_pattern(pattern, layer)) for layer, pattern in enumerate(patterns)]
 
     def _run_with_patterns(self, batch: Batch) -> Any:
         if uses_attention_interface(self.base):
@@ -208,7 +206,8 @@ class TransformersModel(Adapter):
         rotary = None if angles is None else rotation(place.attention, angles, self.d_head)
         query_map = rotary
         if self.layout.scales_queries:
-            query_map = float(place.attention.scaling) * torch.eye(self.d_head).to(x)[None, None, None]
+            scaling: Any = place.attention.scaling
+            query_map = float(scaling) * torch.eye(self.d_head).to(x)[None, None, None]
         return AttentionFactors(
             pattern=call.pattern,
             query=call.query,
@@ -242,7 +241,7 @@ class TransformersModel(Adapter):
         Raises:
             ValueError: If the model has no logits of tokens, or more than a norm lies before them.
         """
-        head = self.model.get_output_embeddings()
+        head: Module | None = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None or self.part == "encoder":
             raise ValueError(no_logits(self.name, self.architecture))
         if not self.layout.direct_head:
@@ -274,7 +273,7 @@ class TransformersModel(Adapter):
 
     @contextmanager
     def _shortened(self) -> Iterator[None]:
-        """Within the context, blocks get the first tokens of an image or audio, which cannot be short itself."""
+        """Within the context, blocks read the first tokens of an image or audio, which have one length."""
         sample = self.reader.sample()
         read = sample.context or sample
         if read.content is None:

@@ -1,4 +1,4 @@
-"""Observation of attention: patterns, queries, keys and values, by an attention function that records them."""
+"""Observation of patterns, queries, keys and values, by an attention function that records them."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _observed_attention(
 
 
 AttentionInterface.register(OBSERVED, _observed_attention)
-AttentionMaskInterface.register(OBSERVED, AttentionMaskInterface()["eager"])
+AttentionMaskInterface.register(OBSERVED, AttentionMaskInterface()["eager"])  # type: ignore[no-untyped-call]
 
 
 def rotation(attention: Module, position_embeddings: tuple[Tensor, Tensor], width: int) -> Tensor:

@@ -66,8 +66,8 @@ LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(("vit", "deit"), Layout("layers", *_VIT, norm="layernorm_before")),
     "dinov2": Layout("encoder.layer", *_VIT, norm="norm1", residual=False),
 }  # fmt: skip
-"""The layout of each model type. Scores that are normalised (Qwen3, Gemma 3), capped (Gemma 2) or disentangled
-(DeBERTa) have no closed form here."""
+"""The layout of each model type. Scores that are normalised (Qwen3, Gemma 3), capped (Gemma 2) or
+disentangled (DeBERTa) have no closed form here."""
 
 _T5 = {
     "encoder": Layout(
@@ -110,8 +110,8 @@ PARTS: dict[str, dict[str, Layout]] = {
     "mbart": _bart(pre_norm=True),
     "whisper": {part: replace(layout, scales_queries=True) for part, layout in _bart(pre_norm=True).items()},
 }
-"""The layouts of encoder-decoder models by part: the encoder, the self-attention of the decoder, and the cross
-attention of the decoder to the encoder's output."""
+"""The layouts of encoder-decoder models by part: the encoder, the self-attention of the decoder, and the
+cross attention of the decoder to the encoder's output."""
 
 _EXPERTS = (
     "dbrx", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "jetmoe",

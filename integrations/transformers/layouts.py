@@ -56,8 +56,7 @@ class Layout:
         return [self._place(block) for block in _listed(base, self.blocks)]
 
     def _place(self, block: Module, call: int | None = None) -> Place:
-        modules = (block.get_submodule(name) for name in (self.attention, self.projection))
-        return Place(block, *modules, call)
+        return Place(block, block.get_submodule(self.attention), block.get_submodule(self.projection), call)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_what_is_no_audio(problem: str) -> None:
 def test_a_audio_that_is_too_long() -> None:
     """It is not cut unsaid, as the feature extractor would."""
     model = TransformersModel(whisper(), extractor(), part="encoder")
-    with pytest.raises(ValueError, match="20000 numbers, but the model hears at most 16000, at 16000 Hz"):
+    with pytest.raises(ValueError, match="20000 numbers, but the model reads at most 16000, at 16000 Hz"):
         contributions(model, np.zeros(20000))
 
 
