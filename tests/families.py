@@ -274,7 +274,7 @@ def tiny(name: str) -> Module:
     """The model of a family, in float64 and eval mode."""
     torch.manual_seed(0)
     model = (FAMILIES | IMAGES | PAIRS)[name].make().double().eval()
-    with torch.no_grad():  # away from where biases are nought and norms are one
+    with torch.no_grad():  # not at zero biases and unit norms
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
@@ -295,14 +295,14 @@ def table() -> str:
     ]
     for name, family in (FAMILIES | IMAGES).items():
         kind = "decoder" if family.causal else "encoder"
-        kind += " of images" if name in IMAGES else ""
+        kind = f"vision {kind}" if name in IMAGES else kind
         notes = f"{kind}, {family.note}" if family.note else kind
         tested = f"tiny random; real: {family.real}" if family.real else "tiny random"
         answers = ("yes" if holds else "no" for holds in (family.closed_form, family.bridge))
         lines.append(f"| {name} | {' | '.join(answers)} | {tested} | {notes} |")
     for name, pair in PAIRS.items():
         notes = ", ".join(filter(None, ("encoder, decoder and cross attention", pair.note)))
-        lines.append(f"| {name} | but for cross attention | no | tiny random | {notes} |")
+        lines.append(f"| {name} | except cross attention | no | tiny random | {notes} |")
     return "\n".join(lines)
 
 
