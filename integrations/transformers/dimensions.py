@@ -7,7 +7,7 @@ from pathlib import Path
 
 import transformers
 
-from captum_hta.integrations.transformers.loading import demo_path
+from captum_hta.integrations.transformers.pretrained import demo_path
 
 
 @dataclass(frozen=True)
