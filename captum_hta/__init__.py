@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from captum_hta.integrations import load_model
     from captum_hta.jacobian.directions import logit_direction
     from captum_hta.jacobian.forecast import forecast
-    from captum_hta.jacobian.plan import Plan, Work, plan
+    from captum_hta.jacobian.plan import Costs, Plan, plan
     from captum_hta.model.size import Size
     from captum_hta.result import Contributions
     from captum_hta.study.folder import open_study
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Contributions",
+    "Costs",
     "HiddenTokenAttribution",
     "Plan",
     "Size",
-    "Work",
     "compare",
     "contributions",
     "faithfulness",
@@ -38,10 +38,10 @@ __all__ = [
 _HOMES = {
     "contributions": "captum_hta.computation",
     "Contributions": "captum_hta.result",
+    "Costs": "captum_hta.jacobian.plan",
     "HiddenTokenAttribution": "captum_hta.attribution",
     "Plan": "captum_hta.jacobian.plan",
     "Size": "captum_hta.model.size",
-    "Work": "captum_hta.jacobian.plan",
     "compare": "captum_hta.evaluation.comparison",
     "faithfulness": "captum_hta.evaluation.faithfulness",
     "forecast": "captum_hta.jacobian.forecast",

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from captum._utils.progress import progress
 from captum.attr import GradientAttribution, NeuronAttribution
 from captum.log import log_usage
 from torch import Tensor
 from torch.nn import Module
+from tqdm.auto import tqdm
 
-from captum_hta.jacobian.directions import check_direction
-from captum_hta.jacobian.engine import Answer, Question, answer
+from captum_hta.jacobian.arguments import (
+    check_devices,
+    check_inputs,
+    check_modules,
+    choice,
+    flag,
+    optional_count,
+)
+from captum_hta.jacobian.engine import Answer, Progress, answer
 from captum_hta.jacobian.forward_pass import ForwardPass
-from captum_hta.jacobian.norms import check_norm, shares
-from captum_hta.jacobian.query import check_probes
+from captum_hta.jacobian.norms import NORMS, shares
+from captum_hta.jacobian.query import ONE_PROBE, Query
 
 
-class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
+class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: ignore[misc]  # Captum has no types
     r"""How much of each source token is in each target token, measured with gradients.
 
     For source vectors :math:`x_i` and target vectors :math:`y_j`,
@@ -92,11 +100,12 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
     ) -> None:
         NeuronAttribution.__init__(self, forward_func, layer, device_ids)
         GradientAttribution.__init__(self, forward_func)
-        _check_setting(layer, source_layer, num_heads, norm, device_ids)
+        check_modules(layer, source_layer)
+        check_devices(device_ids)
         self.source_layer = source_layer
-        self.num_heads = num_heads
-        self.norm = norm
-        self._multiply_by_inputs = multiply_by_inputs
+        self.num_heads = optional_count("num_heads", num_heads)
+        self.norm = choice("norm", norm, NORMS)
+        self._multiply_by_inputs = flag("multiply_by_inputs", multiply_by_inputs)
 
     @property
     def multiplies_by_inputs(self) -> bool:
@@ -107,7 +116,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
     def _layers(self) -> list[Module]:
         return list(self.layer) if isinstance(self.layer, list | tuple) else [self.layer]
 
-    @log_usage(part_of_slo=True)
+    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],
@@ -172,54 +181,51 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
             TypeError: If token ids are passed without a ``source_layer``, or an argument is of a wrong
                 type.
         """
-        is_tuple = isinstance(inputs, tuple)
-        inputs = inputs if is_tuple else (inputs,)
+        sources = inputs if isinstance(inputs, tuple) else (inputs,)
+        check_inputs(sources, has_source_layer=self.source_layer is not None)
+        internal_batch_size = optional_count("internal_batch_size", internal_batch_size)
+        query = Query(
+            norm=self.norm,
+            multiply_by_inputs=self._multiply_by_inputs,
+            direction=direction,
+            neuron_selector=neuron_selector,
+            n_probes=n_probes,
+            tolerance=tolerance,
+            seed=seed,
+            mode=mode,
+            precision=precision,
+        )
+        if return_standard_error and query.n_probes == 1:
+            raise ValueError(ONE_PROBE)
         extra = _as_tuple(additional_forward_args)
-        _check_inputs(inputs, self.source_layer)
-        check_probes(n_probes, tolerance, self.norm, return_standard_error)
-        check_direction(direction, self.norm, n_probes, tolerance, mode)
-        _check_internal_batch(internal_batch_size)
+        batch = len(sources[0])
+        chunk = internal_batch_size and max(internal_batch_size // batch, 1)
         answers = []
         with ExitStack() as bars:
-            for rows in _splits(len(inputs[0]), internal_batch_size):
+            for rows in _splits(batch, internal_batch_size):
                 forward_pass = ForwardPass(
                     self.forward_func,
-                    _rows(inputs, rows, len(inputs[0])),
-                    _rows(extra, rows, len(inputs[0])),
+                    _rows(sources, rows, batch),
+                    _rows(extra, rows, batch),
                     list(dict.fromkeys(self._layers)),
                     self.source_layer,
                     attribute_to_neuron_input,
+                    self.num_heads,
                 )
-                question = Question(
-                    norm=self.norm,
-                    num_heads=self.num_heads,
-                    neuron_selector=neuron_selector,
-                    multiply_by_inputs=self._multiply_by_inputs,
-                    direction=_direction_rows(direction, rows, len(inputs[0])),
-                    n_probes=n_probes,
-                    tolerance=tolerance,
-                    keys=[(seed,)] * len(range(len(inputs[0]))[rows]),
-                    mode=mode,
-                    precision=precision,
-                    chunk=internal_batch_size and max(internal_batch_size // len(inputs[0]), 1),
-                    progress=_bar(bars) if show_progress else None,
-                )
-                answers.append(answer(forward_pass, question))
-        return self._formatted(answers, is_tuple and self.source_layer is None, return_standard_error)
+                part = replace(query, direction=_direction_rows(direction, rows, batch))
+                progress = _bar(bars) if show_progress else None
+                answers.append(answer(forward_pass, part, chunk=chunk, progress=progress))
+        is_tuple = isinstance(inputs, tuple) and self.source_layer is None
+        return self._formatted(answers, is_tuple, return_standard_error)
 
     def _formatted(self, answers: list[Answer], is_tuple: bool, with_error: bool) -> Any:
         """Contributions, and standard errors if asked for, in the form of the inputs and layers."""
-        found = dict(
-            zip(
-                dict.fromkeys(self._layers),
-                (_contributions(answers, index) for index in range(len(answers[0].energies))),
-                strict=True,
-            )
-        )
-        by_layer = [found[layer] for layer in self._layers]
+        found = {
+            layer: _contributions(answers, index) for index, layer in enumerate(dict.fromkeys(self._layers))
+        }
         several = isinstance(self.layer, list | tuple)
         forms = []
-        for part in zip(*by_layer, strict=True):
+        for part in zip(*(found[layer] for layer in self._layers), strict=True):
             values = [tensors if is_tuple else tensors[0] for tensors in part]
             forms.append(values if several else values[0])
         return tuple(forms) if with_error else forms[0]
@@ -238,17 +244,17 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):
 
 
 def _contributions(answers: list[Answer], index: int) -> tuple[tuple[Tensor, ...], ...]:
-    """Of one layer, over all splits of the batch: contributions and errors, each split by source."""
+    """Contributions and errors of one layer, over all splits of the batch, each split by source."""
     parts = [shares(one.energies[index]) for one in answers]
     first = answers[0]
     values = torch.cat([value for value, _ in parts])
-    errors = torch.zeros_like(values) if parts[0][1] is None else torch.cat([e for _, e in parts])
+    errors = [error for _, error in parts if error is not None]
     return tuple(
         tuple(
             part.to(first.dtype).contiguous()
-            for part in (whole if first.split[index] else whole.squeeze(1)).split(first.lengths, -1)
+            for part in torch.split(whole if first.has_heads[index] else whole.squeeze(1), first.lengths, -1)
         )
-        for whole in (values, errors)
+        for whole in (values, torch.cat(errors) if errors else torch.zeros_like(values))
     )
 
 
@@ -276,67 +282,16 @@ def _rows(values: tuple[Any, ...], rows: slice, batch: int) -> tuple[Any, ...]:
 
 
 def _direction_rows(direction: Any, rows: slice, batch: int) -> Any:
-    """Those examples of directions that have a batch axis."""
+    """Directions of some examples, where they have a batch axis."""
     if isinstance(direction, list | tuple):
         return [_direction_rows(one, rows, batch) for one in direction]
     has_batch = isinstance(direction, Tensor) and direction.dim() >= 3 and len(direction) == batch
     return direction[rows] if has_batch else direction
 
 
-def _bar(stack: ExitStack) -> Callable[[int], Callable[[int], object]]:
+def _bar(stack: ExitStack) -> Progress:
     def start(total: int) -> Callable[[int], object]:
-        return stack.enter_context(progress(desc="Hidden token attribution", total=total)).update
+        bar = stack.enter_context(tqdm(desc="Hidden token attribution", total=total))
+        return lambda count: bar.update(count)
 
     return start
-
-
-def _check_setting(
-    layer: Any, source_layer: Any, num_heads: int | None, norm: str, device_ids: list[int] | None
-) -> None:
-    layers = layer if isinstance(layer, list | tuple) else [layer]
-    if not layers or not all(isinstance(item, Module) for item in layers):
-        raise TypeError(f"layer must be a torch.nn.Module or a list of them, got {layer!r}")
-    if source_layer is not None and not isinstance(source_layer, Module):
-        raise TypeError(f"source_layer must be a torch.nn.Module or None, got {source_layer!r}")
-    check_norm(norm)
-    if num_heads is not None and (not isinstance(num_heads, int) or num_heads < 1):
-        raise ValueError(f"num_heads must be a positive int or None, got {num_heads!r}")
-    if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(
-            f"device_ids names {len(device_ids)} devices, but the derivative is taken on one: pass the "
-            "module that DataParallel wraps"
-        )
-
-
-def _check_internal_batch(size: Any) -> None:
-    if size is not None and (not isinstance(size, int) or size < 1):
-        raise ValueError(f"internal_batch_size must be a positive int or None, got {size!r}")
-
-
-def _check_inputs(inputs: tuple[Any, ...], source_layer: Module | None) -> None:
-    for value in inputs:
-        if not isinstance(value, Tensor):
-            raise TypeError(f"inputs must be a tensor or a tuple of tensors, got {type(value).__name__}")
-    if not inputs or inputs[0].dim() == 0 or len(inputs[0]) == 0:
-        raise ValueError("inputs hold no example: pass a batch of at least one")
-    sizes = {value.shape[:1] for value in inputs}
-    if len(sizes) > 1 and source_layer is None:
-        raise ValueError(
-            f"inputs differ in their number of examples, {sorted(size.numel() for size in sizes)}: the "
-            "first dimension of each is the batch"
-        )
-    if source_layer is not None:
-        return
-    for value in inputs:
-        if not value.is_floating_point():
-            raise TypeError(
-                f"inputs of type {value.dtype} have no derivative: name the module that embeds them (or "
-                "another one before the target) as source_layer"
-            )
-        if value.dim() == 3 and not value.shape[1]:
-            raise ValueError("inputs hold no position: pass sequences of at least one token")
-        if value.dim() != 3:
-            raise ValueError(
-                f"inputs must be [batch, position, width] to be sources, got {list(value.shape)}: insert "
-                "the missing axis, or name a source_layer"
-            )

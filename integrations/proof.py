@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta.jacobian.closed_form import attention_energies
-from captum_hta.jacobian.engine import Question, answer
+from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.precision import matmul_precision
+from captum_hta.jacobian.query import Query
 from captum_hta.model.attention import Attention
 from captum_hta.model.encoding import Encoding
 from captum_hta.model.protocol import Check, Model
@@ -181,10 +182,14 @@ class Proof:
         """Energies ``[batch, head, key]`` of query 1, in reverse mode."""
         model, batch = self.model, self.batch
         forward_pass = ForwardPass(
-            model.forward, batch.inputs, batch.extra, [model.target(layer, "head")], model.source(layer)
+            model.forward,
+            batch.inputs,
+            batch.extra,
+            [model.target(layer, "head")],
+            model.source(layer),
+            num_heads=model.num_heads,
         )
-        question = Question(num_heads=model.num_heads, neuron_selector=1, mode="reverse")
-        return answer(forward_pass, question).energies[0].mean[:, :, 0]
+        return answer(forward_pass, Query(neuron_selector=1, mode="reverse")).energies[0].mean[:, :, 0]
 
 
 def _equal(value: Tensor, other: Tensor) -> bool:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import reference
 import torch
@@ -11,6 +16,7 @@ from torch.nn import LayerNorm, Module
 from transformers import BertForMaskedLM, BertLMHeadModel
 
 from captum_hta import Contributions, contributions, load_model
+from captum_hta.computation import jointly
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.jacobian.norms import NORMS
 from captum_hta.model.encoding import Encoding
@@ -527,7 +533,7 @@ BAD_TEXTS: list[tuple[object, type[Exception], str]] = [
 BAD_OPTIONS: list[tuple[dict, str]] = [
     ({"source": "hidden"}, "source must be 'input', 'previous_layer' or an int, got 'hidden'"),
     ({"source": None}, "source"),
-    ({"source": 1.5}, "source 1.5"),
+    ({"source": 1.5}, "source must be 'input', 'previous_layer' or an int, got 1.5"),
     ({"source": -1}, "source -1 is no block: BertForMaskedLM has 0 to 1"),
     ({"source": 2}, "source 2 is no block"),
     ({"source": 1, "layers": [0, 1]}, "layer 0 comes before the source, block 1"),
@@ -616,3 +622,55 @@ def test_repr_is_short(tiny: TransformerLensModel) -> None:
         == "Contributions(exact, texts=2, layers=[0, 1], [2, 2, 2, 4, 4])"
     )
     assert repr(tiny).startswith("TransformerLensModel(")
+
+
+# --- several questions about the same texts --------------------------------------------------------
+
+
+def test_directions_that_print_alike_are_kept_apart(tiny: TransformerLensModel) -> None:
+    """PyTorch prints the first and last numbers of a long tensor alone; what lies between them counts."""
+    directions = torch.ones(2, 2, 2, 4, dtype=torch.float64)
+    directions[1, ..., 1] = -2
+    with printing_only_the_edges():
+        assert repr(directions[0]) == repr(directions[1])
+        asked = {name: {"direction": direction} for name, direction in zip("ab", directions, strict=True)}
+        found = jointly(tiny, [tiny.encode(PAIR)], asked)
+    for name, direction in zip("ab", directions, strict=True):
+        expected = contributions(tiny, [PAIR], direction=direction)
+        torch.testing.assert_close(found[name].values, expected.values, equal_nan=True)
+    assert not found["a"].values.allclose(found["b"].values, equal_nan=True)
+
+
+@contextmanager
+def printing_only_the_edges() -> Iterator[None]:
+    """Let PyTorch print these small tensors as it prints tensors of more than 1000 numbers."""
+    before = torch._tensor_str.PRINT_OPTS
+    torch.set_printoptions(threshold=4, edgeitems=1)
+    try:
+        yield
+    finally:
+        torch.set_printoptions(threshold=before.threshold, edgeitems=before.edgeitems)
+
+
+def test_targets_share_a_sweep(tiny: TransformerLensModel) -> None:
+    """Questions that differ in their target alone are answered together; each part of the work has a name."""
+    names: list[str] = []
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        names.append(name)
+        yield
+
+    asked = {"heads": {}, "hidden": {"target": "layer"}, "own": {"source": "previous_layer"}}
+    found = jointly(tiny, [tiny.encode(PAIR)], asked, timed=timed)
+    assert names == ["attention", "heads and hidden", "own"]
+    for name, options in asked.items():
+        expected = contributions(tiny, [PAIR], **options).values
+        torch.testing.assert_close(found[name].values, expected, equal_nan=True)
+
+
+def test_the_core_does_not_import_captum() -> None:
+    """Captum brings matplotlib, scipy and pandas, which contributions of texts do not need."""
+    code = "import sys, captum_hta.computation, captum_hta.jacobian.engine; print('captum' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

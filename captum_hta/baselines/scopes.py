@@ -10,8 +10,9 @@ from torch.nn import Module
 
 from captum_hta.baselines.base import Baseline
 from captum_hta.baselines.logits import check_token
-from captum_hta.jacobian.engine import Question, answer
+from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forward_pass import ForwardPass
+from captum_hta.jacobian.query import Query
 from captum_hta.model.activations import Activations, promoted
 from captum_hta.model.protocol import Model
 from captum_hta.model.sites import Site, observed
@@ -53,7 +54,7 @@ class JacobianScope(Baseline):
         model, batch, place = self.model, activations.batch, self._final()
         hidden = promoted(observed({"final": place}, activations.run)["final"][0])
         forward_pass = ForwardPass(model.forward, batch.inputs, batch.extra, [place], model.source(0))
-        found = answer(forward_pass, Question(direction=self._vectors(hidden)[None]))
+        found = answer(forward_pass, Query(direction=self._vectors(hidden)[None]))
         return found.energies[0].mean[0, 0].clamp_min(0).sqrt().to(hidden)
 
     def _final(self) -> Site | Module:

@@ -51,15 +51,16 @@ def probes_or_exact(
         UserError: If options contradict each other.
         ValueError: If there is no such norm, or it has no such estimate.
     """
-    from captum_hta.jacobian.norms import check_norm
-    from captum_hta.jacobian.query import check_probes
+    from captum_hta.jacobian.arguments import choice
+    from captum_hta.jacobian.norms import NORMS
+    from captum_hta.jacobian.query import Query
 
     if exact and (probes is not None or tolerance is not None):
         raise UserError("--exact takes no probes: leave out --probes and --tolerance")
-    check_norm(norm)
+    choice("norm", norm, NORMS)
     if norm == "spectral" and (probes is not None or tolerance is not None):
         raise UserError("--probes and --tolerance do not estimate a spectral norm: leave them out")
-    check_probes(probes, tolerance, norm)
+    Query(norm=norm, n_probes=probes, tolerance=tolerance)
     if exact or norm == "spectral":
         return None
     return probes if probes is not None or tolerance is not None else default

@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from captum_hta.computation import layers_of
 from captum_hta.evaluation.interventions import (
     Intervention,
     MaskToken,
@@ -25,6 +24,7 @@ from captum_hta.evaluation.interventions import (
     responses,
 )
 from captum_hta.evaluation.methods import Array, Method, attributed
+from captum_hta.jacobian.endpoints import layers_of
 from captum_hta.model.activations import Activations
 from captum_hta.model.encoding import Encoding, Text
 from captum_hta.model.protocol import Model

@@ -1,7 +1,7 @@
-r"""Whether a recorded derivative is the one that autograd gives.
+r"""A check that a recorded derivative is the one that autograd gives.
 
-A recorder sees operators; autograd also heeds custom backward functions, ``torch.no_grad`` inside a model,
-and what leaves PyTorch and comes back. So the adjoint identity is checked, :math:`\langle w, J u \rangle
+A recorder sees operators; autograd also respects custom backward functions, ``torch.no_grad`` inside a model,
+and values that leave PyTorch and come back. So the adjoint identity is checked, :math:`\langle w, J u \rangle
 = \langle J^\top w, u \rangle` with ``J u`` from the recording and :math:`J^\top w` from one backward pass.
 """
 
@@ -32,7 +32,7 @@ def agrees(forward_pass: ForwardPass, derivative: Linearization) -> bool:
                 (target, *_cotangent(images[variable]))
                 for target, variable in zip(targets, derivative.targets, strict=True)
             ]
-            paired = sum((target * cotangent).sum() for target, cotangent, _ in pairs)
+            paired = torch.stack([(target * cotangent).sum() for target, cotangent, _ in pairs]).sum()
             gradients = torch.autograd.grad(paired, sources, allow_unused=True)
     except (RuntimeError, NotImplementedError, NoPathError):
         return True

@@ -30,7 +30,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from captum_hta.jacobian.endpoints import Endpoints
 from captum_hta.jacobian.plan import CACHE, memory_budget
+from captum_hta.jacobian.query import Query
 from captum_hta.model.attention import AttentionFactors, TokenNorm
 
 
@@ -46,13 +48,40 @@ class _Grams:
     qq: Tensor
     root: Tensor | None = None  # L with L L^T = qq, where qq is the same for all tokens
 
-    def of(self, heads: slice) -> _Grams:
-        """Those of some heads."""
+    def of_heads(self, heads: slice) -> _Grams:
+        """The products for some of the heads."""
         return _Grams(*(getattr(self, part.name)[:, heads] for part in fields(self)))
 
 
+def has_closed_form(query: Query, endpoints: Endpoints, knows_factors: bool) -> bool:
+    """Whether the closed form gives what is asked; where it does, nothing else is as cheap or as exact.
+
+    Args:
+        query: What is asked.
+        endpoints: The source and the targets.
+        knows_factors: Whether the factors of attention are known in all layers.
+
+    Raises:
+        ValueError: If the query forces the closed form, and it does not give the result.
+    """
+    gives_it = (
+        knows_factors
+        and endpoints.target == "head"
+        and endpoints.is_own_block
+        and query.norm == "frobenius"
+        and query.direction is None
+        and query.neuron_selector is None
+    )
+    if query.mode == "closed form" and not gives_it:
+        raise ValueError(
+            "the closed form gives the previous-layer contribution of heads in the Frobenius norm, for "
+            "models whose attention the adapter knows: leave out mode to take another one"
+        )
+    return gives_it and query.mode in (None, "closed form")
+
+
 def closed_form_flops(batch: int, heads: int, tokens: int, width: int) -> float:
-    """Operations of the matrix products of :func:`attention_energies`, about."""
+    """Approximate operations of the matrix products of :func:`attention_energies`."""
     moments = 2 * tokens**2 * min(width**2, 4 * tokens)
     return float(batch * heads * (moments + 12 * tokens**2 * width + 8 * tokens * width**2))
 
@@ -74,7 +103,7 @@ def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = Fal
         fixed = _grams(_part(factors, slice(0, 1), slice(None), dtype), False)
     for rows, heads in _parts(factors, multiply_by_inputs):
         part = _part(factors, rows, heads, dtype)
-        grams = _grams(part, multiply_by_inputs) if fixed is None else fixed.of(heads)
+        grams = _grams(part, multiply_by_inputs) if fixed is None else fixed.of_heads(heads)
         out[rows, heads] = _energies(part, grams)
     return out
 
@@ -234,7 +263,7 @@ def _with_fixed_grams(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Te
     q, v, s = factors.query, factors.value, factors.scale
     mean = v.mean(-2, keepdim=True)
     v, o = v - mean, o - mean  # the bracket knows their differences alone, and less is lost to rounding
-    kappa = s**2 * _forms(q, grams.kk, q)
+    kappa: Tensor = s**2 * _forms(q, grams.kk, q)
     u = s * _apply(grams.gk, q)
     rest = grams.gg[..., None] + kappa * _dots(o, o) - 2 * _dots(o, u)
     by_query = torch.cat([2 * (u - kappa * o), kappa, rest], dim=-1)
@@ -255,7 +284,8 @@ def _distances(o: Tensor, v: Tensor) -> Tensor:
 
 
 def _square_norms(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=-1).square_()
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
+    return norms.square_()
 
 
 def _own_token(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
@@ -313,10 +343,11 @@ def _moment_energy(a: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _root(gram: Tensor) -> Tensor:
     """``L`` with ``L L^T`` a positive semi-definite matrix."""
+    root: Tensor
     root, failed = torch.linalg.cholesky_ex(gram)
     if failed.any():
         values, vectors = torch.linalg.eigh(gram)
-        return vectors * values.clamp_min(0).sqrt()[..., None, :]
+        root = vectors * values.clamp_min(0).sqrt()[..., None, :]
     return root
 
 

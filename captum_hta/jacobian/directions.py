@@ -1,5 +1,4 @@
-r"""Contributions along a direction: not how much of a token is in a target, but how much of it is in what the
-target says about something.
+r"""Contributions along a direction: how much of a token is in one component of a target.
 
 For a vector :math:`v` in the space of a target,
 
@@ -17,16 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from captum_hta.jacobian.arguments import as_int, is_integer
 from captum_hta.model.protocol import Model
 
 LARGE = 1e4
-"""Length of the components that norms are probed with, beside which their epsilon is nothing."""
+"""Size of the components that norms are probed with, large enough that their epsilon does not matter."""
 
 
 def directions_for(
     direction: Tensor | Sequence[Tensor], shapes: Sequence[tuple[int, int, int, int]], like: Tensor
 ) -> list[Tensor]:
-    """For each target its directions, in full.
+    """For each target its directions, expanded to all examples, heads and queries.
 
     Args:
         direction: One for all targets, or one for each: ``[d_head]``, ``[head, d_head]`` or
@@ -37,10 +37,11 @@ def directions_for(
 
     Raises:
         ValueError: If a direction does not fit its target, or holds no finite numbers.
-        TypeError: If it is no tensor.
+        TypeError: If it is no tensor, nor a list of tensors.
     """
-    several = isinstance(direction, list | tuple)
-    each = list(direction) if several else [direction] * len(shapes)
+    if not isinstance(direction, Tensor | list | tuple):
+        raise TypeError(f"direction must be a tensor or a list of tensors, got {direction!r}")
+    each = [direction] * len(shapes) if isinstance(direction, Tensor) else list(direction)
     if len(each) != len(shapes):
         raise ValueError(f"direction has {len(each)} tensors for {len(shapes)} targets: pass one for each")
     return [_direction(one, shape, like) for one, shape in zip(each, shapes, strict=True)]
@@ -67,42 +68,21 @@ def _direction(direction: Tensor, shape: tuple[int, int, int, int], like: Tensor
     return value.expand(shape)
 
 
-def check_direction(
-    direction: object, norm: str, n_probes: int | None, tolerance: float | None, mode: str | None
-) -> None:
-    """Check the arguments that come with a direction, if there is one.
-
-    Raises:
-        ValueError: If another norm, an estimate or another way is asked for.
-    """
-    if direction is None:
-        return
-    if norm != "frobenius":
-        raise ValueError(f"along a direction there is one norm, the vector's length: leave out norm={norm!r}")
-    if n_probes is not None or tolerance is not None:
-        raise ValueError(
-            "along a direction the exact result takes one backward pass a head and query: leave out n_probes "
-            "and tolerance"
-        )
-    if mode not in (None, "reverse"):
-        raise ValueError(f"along a direction the way is 'reverse', got {mode!r}: leave out mode")
-
-
 def logit_direction(
     model: Model, token: int | str, against: int | str | None = None, final_norm: bool = True
 ) -> Tensor:
-    r"""What each head says about a logit: the directions of its direct effect.
+    r"""For each head the direction of its direct effect on a logit.
 
-    The output :math:`z` of head ``h`` reaches the logit of token ``t`` past all later blocks as
-    :math:`z^\top W_O^h\, \Gamma\, u_t / \sigma`, with the column :math:`u_t` of the unembedding and the final
-    norm frozen: its scale :math:`\sigma` is taken as it is, and as a factor of whole rows it leaves
-    contributions as they are; its weight and its centring are :math:`\Gamma`.
+    The output :math:`z` of head ``h`` adds :math:`z^\top W_O^h\, \Gamma\, u_t / \sigma` to the logit of token
+    ``t`` when it passes no later block. Here :math:`u_t` is the column of the unembedding, :math:`\Gamma` the
+    weight and the centring of the final norm, and :math:`\sigma` its scale, which is frozen: as a factor of
+    whole rows it does not change contributions.
 
     Args:
-        model: An adapter around a decoder with a head.
+        model: An adapter around a decoder with a language modelling head.
         token: A token, by its id or as a text of one token.
-        against: Another one, whose logit is subtracted. Default: ``None``.
-        final_norm: Whether ``Gamma`` is part of it. Without it, directions are those of the bare unembedding.
+        against: Another token, whose logit is subtracted. Default: ``None``.
+        final_norm: Whether to include :math:`\Gamma`. Default: ``True``.
 
     Returns:
         ``[layer, head, d_head]``, ready for ``contributions(..., direction=...)``.
@@ -121,26 +101,28 @@ def logit_direction(
     projections = [model.output_projection(layer) for layer in range(model.num_layers)]
     if not all(projection.residual for projection in projections):
         raise ValueError(
-            f"{model.name} normalises or scales what its heads say before it is added, so no direction of "
-            "a head stands for a logit"
+            f"{model.name} normalises or scales the outputs of its heads before it adds them, so no "
+            "direction in the space of a head stands for a logit"
         )
     return torch.stack([projection.weight @ vector for projection in projections])
 
 
 def _column(model: Model, weight: Tensor, token: int | str) -> Tensor:
-    number = model.token(token) if isinstance(token, str) else token
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"a token is an id or a text, got {token!r}")
+    """The row of the unembedding for a token, ``[width]``."""
+    named = model.token(token) if isinstance(token, str) else token
+    if not is_integer(named):
+        raise TypeError(f"a token must be an id or a text, got {token!r}")
+    number = as_int(named)
     if not 0 <= number < len(weight):
-        raise ValueError(f"token {number} is none: the model has {len(weight)}")
+        raise ValueError(f"there is no token {number}: the model has {len(weight)} tokens")
     return weight[number]
 
 
 def through_frozen_norm(norm: Module, vector: Tensor) -> Tensor:
-    """A vector of the normed space, taken back through a norm whose scale stays: ``[width]``.
+    """A vector behind a norm, pulled back through the norm with its scale frozen: ``[width]``.
 
-    Weights are stored in several ways (as they are, or less one), so they are read off what the norm does, in
-    at least single precision.
+    Norms store their weights in different ways (as they are, or minus one), so the weights are read off the
+    norm's outputs, in at least single precision.
     """
     if vector.dtype in (torch.float16, torch.bfloat16):
         return through_frozen_norm(copy.deepcopy(norm).float(), vector.float()).to(vector)
@@ -157,10 +139,13 @@ def through_frozen_norm(norm: Module, vector: Tensor) -> Tensor:
 
 
 def _odd_part(norm: Module, x: Tensor) -> Tensor:
-    """What a norm does but for its bias."""
-    return (norm(x) - norm(-x)) / 2
+    """The output of a norm without its bias."""
+    odd: Tensor = (norm(x) - norm(-x)) / 2
+    return odd
 
 
 def _signs(vector: Tensor) -> Tensor:
-    """One and minus one in turn."""
-    return 1 - 2 * (torch.arange(len(vector), device=vector.device) % 2).to(vector)
+    """Alternating one and minus one, ``[width]``."""
+    signs = torch.ones_like(vector)
+    signs[1::2] = -1
+    return signs

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from captum_hta.jacobian.closed_form import closed_form_flops
+from captum_hta.jacobian.closed_form import closed_form_flops, has_closed_form
+from captum_hta.jacobian.endpoints import Endpoints, endpoints
 from captum_hta.jacobian.linearize.tokenwise import COLLAPSED_MEMORY, Segment, worthwhile
 from captum_hta.jacobian.linearize.windowed import causal_share
-from captum_hta.jacobian.norms import check_norm
-from captum_hta.jacobian.plan import Plan, Work, chunk_size, memory_budget, plan
-from captum_hta.jacobian.query import check_probes
+from captum_hta.jacobian.plan import Costs, Plan, chunk_size, memory_budget, plan
+from captum_hta.jacobian.query import Query
 from captum_hta.model.size import Size
 
 
@@ -63,27 +63,18 @@ def forecast(
         >>> exact.flops > 20 * probes.flops
         True
     """
-    _check(size, tokens, source, target, norm, n_probes, batch)
-    first = source if isinstance(source, int) else 0
-    if layers is not None and any(not -size.layers <= layer < size.layers for layer in layers):
-        raise ValueError(f"layers must be in 0 to {size.layers - 1}, got {list(layers)}")
-    named = range(first, size.layers) if layers is None else layers
-    chosen = sorted({layer % size.layers for layer in named})
-    place = torch.device(device)
-    asked = _Asked(size, tokens, target, queries or tokens, norm, n_probes, batch, dtype, place)
-    own = source == "previous_layer" or all(layer == source for layer in chosen)
-    known = size.closed_form and own and target == "head" and norm == "frobenius"
-    if known and queries is None and mode in (None, "closed form"):
-        return asked.closed_form(len(chosen))
-    if source == "previous_layer":
-        one = plan(asked.work(0, [0]), mode)
-        return replace(one, flops=one.flops * len(chosen))
-    return plan(asked.work(first, chosen), mode)
+    _check(size, tokens, batch)
+    selected = None if queries is None else range(queries)
+    query = Query(norm=norm, n_probes=n_probes, mode=mode, neuron_selector=selected)
+    ends = endpoints(size.layers, source, target, layers)
+    run = _Run(size, tokens, batch, dtype, torch.device(device), query, ends)
+    if has_closed_form(query, ends, size.closed_form):
+        return run.closed_form()
+    plans = [plan(run.costs(entry), mode) for entry in ends.entries]
+    return _in_sequence(plans)
 
 
-def _check(
-    size: Size, tokens: int, source: str | int, target: str, norm: str, n_probes: int | None, batch: int
-) -> None:
+def _check(size: object, tokens: int, batch: int) -> None:
     if not isinstance(size, Size):
         raise TypeError(f"size must be a Size, such as model.size, got {type(size).__name__}")
     if size.d_head is None and size.width % size.heads:
@@ -91,13 +82,13 @@ def _check(
     for name, value in {"tokens": tokens, "batch": batch}.items():
         if value < 1:
             raise ValueError(f"{name} must be positive, got {value}")
-    known = ("input", "previous_layer", *range(size.layers))
-    if source not in known:
-        raise ValueError(f"source must be 'input', 'previous_layer' or a block, got {source!r}")
-    if target not in ("head", "layer"):
-        raise ValueError(f"target must be 'head' or 'layer', got {target!r}")
-    check_norm(norm)
-    check_probes(n_probes, None, norm)
+
+
+def _in_sequence(plans: Sequence[Plan]) -> Plan:
+    """The plans of several sources, one after the other, as one: all are of one mode."""
+    flops = [one.flops for one in plans if one.flops is not None]
+    widest = max(plans, key=lambda one: one.memory)
+    return replace(widest, flops=sum(flops) if flops else None)
 
 
 def in_all(plans: Iterable[Plan]) -> list[Plan]:
@@ -105,81 +96,100 @@ def in_all(plans: Iterable[Plan]) -> list[Plan]:
     total: dict[tuple[str, str], Plan] = {}
     for one in plans:
         key = (one.mode, one.reason if one.mode == "probes" else "")
-        known = total.get(key)
-        if known is not None:
-            chunk = None if one.chunk is None else max(one.chunk, known.chunk)
-            flops = None if None in (one.flops, known.flops) else one.flops + known.flops
-            one = Plan(one.mode, flops, max(one.memory, known.memory), chunk, known.reason)
-        total[key] = one
+        total[key] = _merged(total[key], one) if key in total else one
     return list(total.values())
 
 
+def _merged(first: Plan, second: Plan) -> Plan:
+    chunks = [one.chunk for one in (first, second) if one.chunk is not None]
+    known = first.flops is not None and second.flops is not None
+    return Plan(
+        mode=first.mode,
+        flops=(first.flops or 0) + (second.flops or 0) if known else None,
+        memory=max(first.memory, second.memory),
+        chunk=max(chunks, default=None),
+        reason=first.reason,
+    )
+
+
 @dataclass(frozen=True)
-class _Asked:
-    """What is asked of a model, for any source."""
+class _Run:
+    """A query put to a model of a certain size, for a batch of texts."""
 
     size: Size
     tokens: int
-    target: str
-    queries: int
-    norm: str
-    n_probes: int | None
     batch: int
     dtype: torch.dtype
     device: torch.device
+    query: Query
+    ends: Endpoints
 
-    def closed_form(self, layers: int) -> Plan:
-        heads, width = self.size.heads, self.size._d_head
-        flops = layers * closed_form_flops(self.batch, heads, self.tokens, width)
+    def closed_form(self) -> Plan:
+        heads, layers = self.size.heads, len(self.ends.layers)
+        flops = layers * closed_form_flops(self.batch, heads, self.tokens, self._d_head)
         memory = layers * self.batch * heads * self.tokens**2 * self.dtype.itemsize
         return Plan("closed form", flops, memory, None, "no tangents")
 
-    def work(self, entry: int, layers: Sequence[int]) -> Work:
-        """For targets in these layers and the source that enters one block."""
+    def costs(self, entry: int) -> Costs:
+        """The costs for the source that enters one block, and its targets."""
         size, tokens = self.size, self.tokens
-        blocks = max(layers) - entry + (self.target == "layer")
+        layers = [layer for layer in self.ends.layers if self.ends.entry(layer) == entry]
+        blocks = max(layers) - entry + (not self._to_heads)
         collapsed = self._collapsed(blocks)
         feed_forward = size.feed_forward(tokens) * self.batch
         product = collapsed[0].product_flops if collapsed else feed_forward
         share = causal_share(tokens) if size.causal else 1.0
-        push = [self._path(layer - entry, product, share, 1 / tokens) for layer in layers]
-        pull = [self._path(layer - entry, feed_forward, 1.0, 1.0) for layer in layers]
-        heads = size.heads if self.target == "head" else 1
-        return Work(
+        cotangents = self.query.cotangents(self._queries, size.heads if self._to_heads else 1, self._width)
+        return Costs(
             tokens=tokens,
-            width=size.width,
-            queries=self.queries,
-            heads=heads,
-            target_widths=[self._target_width] * len(layers),
-            push_flops=push,
-            pull_flops=pull,
+            directions=self._directions,
+            cotangents=[cotangents] * len(layers),
+            push_flops=[self._path(layer - entry, product, share, 1 / tokens) for layer in layers],
+            pull_flops=[self._path(layer - entry, feed_forward, 1.0, 1.0) for layer in layers],
             tangent_bytes=self._widest(bool(blocks) and not collapsed) * self.dtype.itemsize,
             preparation_flops=sum(segment.preparation_flops for segment in collapsed),
             preparation_bytes=sum(segment.elements for segment in collapsed) * self.dtype.itemsize,
-            norm=self.norm,
-            n_probes=self.n_probes,
+            is_estimate=self.query.is_estimate,
             device=self.device,
         )
 
     @property
-    def _target_width(self) -> int:
-        return self.size._d_head * self.size.heads if self.target == "head" else self.size.width
+    def _to_heads(self) -> bool:
+        return self.ends.target == "head"
+
+    @property
+    def _d_head(self) -> int:
+        return self.size.d_head or self.size.width // self.size.heads
+
+    @property
+    def _width(self) -> int:
+        """The width of a target."""
+        return self._d_head * self.size.heads if self._to_heads else self.size.width
+
+    @property
+    def _queries(self) -> int:
+        selected = self.query.neuron_selector
+        return len(selected) if isinstance(selected, range) else self.tokens
+
+    @property
+    def _directions(self) -> int:
+        return self.query.n_probes or self.size.width
 
     def _path(self, before: int, feed_forward: float, share: float, first: float) -> float:
-        """Operations of a tangent through whole blocks and up to the target of the one after them; of the
-        first block's projections only a part.
+        """Operations of a tangent through whole blocks and up to the target of the next one; only a part of
+        the first block's projections is counted.
         """
         size, tokens, batch = self.size, self.tokens, self.batch
         head = batch * (size.projections(tokens) + size.attention(tokens))
         rest = batch * size.output(tokens) + feed_forward
-        whole = before + (self.target == "layer")
+        whole = before + (not self._to_heads)
         saved = batch * size.projections(tokens)
         return share * ((before + 1) * head + whole * rest - saved) + first * saved
 
     def _widest(self, with_inner: bool) -> int:
         """Elements of the widest tangent."""
         size, tokens = self.size, self.tokens
-        widths = [tokens * size.width, tokens * size._d_head * size.heads, size.heads * tokens**2]
+        widths = [tokens * size.width, tokens * self._d_head * size.heads, size.heads * tokens**2]
         if with_inner:
             widths.append(tokens * size.inner)
         return self.batch * max(widths)
@@ -192,7 +202,7 @@ class _Asked:
         first = flops * (1 + size.gated) // (2 + size.gated)
         part = Segment((), 0, 0, shape, flops, first)
         share = causal_share(self.tokens) if size.causal else 1.0
-        count = self.tokens * (self.n_probes or size.width) * share
+        count = self.tokens * self._directions * share
         chunk = chunk_size(self._widest(False) * self.dtype.itemsize, self.device)
         room = COLLAPSED_MEMORY * memory_budget(self.device) / self.dtype.itemsize
         return worthwhile([part] * blocks, count, chunk, room)

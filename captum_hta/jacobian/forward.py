@@ -16,13 +16,13 @@ from torch import Tensor
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 from captum_hta.jacobian.norms import Energy, accumulation_dtype, energies, largest_eigenvalue
 from captum_hta.jacobian.precision import matmul_precision
-from captum_hta.jacobian.query import Request
+from captum_hta.jacobian.query import ResolvedQuery
 
 
 def forward_energies(
     derivatives: Sequence[WindowedLinearization],
     sources: Sequence[Tensor],
-    request: Request,
+    resolved: ResolvedQuery,
     chunk: int,
 ) -> list[list[Energy]]:
     """Exact energies by all tangents of every source token.
@@ -30,7 +30,7 @@ def forward_energies(
     Args:
         derivatives: For each source that of its forward pass.
         sources: Each ``[batch, key, width]``.
-        request: The norm, the heads and the queries.
+        resolved: The norm, the heads and the queries.
         chunk: Tangents carried at once.
 
     Returns:
@@ -39,8 +39,8 @@ def forward_energies(
     found = []
     for derivative, x in zip(derivatives, sources, strict=True):
         basis = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[:, None, None]
-        columns = [Columns(request.norm, x.shape[1]) for _ in derivative.whole.targets]
-        sweep(derivative, x, basis, request, chunk, columns)
+        columns = [Columns(resolved.query.norm, x.shape[1]) for _ in derivative.whole.targets]
+        sweep(derivative, x, basis, resolved, chunk, columns)
         found.append([column.energy() for column in columns])
     return found
 
@@ -48,36 +48,44 @@ def forward_energies(
 class Columns:
     """Sums, source token by source token, of what tangents add to the energies of one target.
 
-    ``sums`` and ``squares`` are ``[key, batch, head, query]``, made whole at the first tangent: what a
-    sweep keeps must not lie between what it carries, or the allocator finds no room to use again.
+    ``sums`` and ``squares`` are ``[key, batch, head, query]``, allocated whole at the first tangent: if they
+    grew among the tensors of a sweep, the allocator could not reuse the memory between them.
     """
 
     def __init__(self, norm: str, tokens: int, squares: bool = False) -> None:
         self.norm = norm
-        self.sums: Tensor | None = None
-        self.squares: Tensor | None = None
         self._tokens, self._with_squares = tokens, squares
+        self._totals: list[Tensor] = []
         self._gram: dict[int, Tensor] = {}
+
+    @property
+    def sums(self) -> Tensor:
+        """The sum over tangents of their energies."""
+        return self._totals[0]
+
+    @property
+    def squares(self) -> Tensor:
+        """The sum over tangents of their squared energies, where these are wanted."""
+        return self._totals[1]
 
     def add(self, first: int, tangents: Tensor, last_part: bool) -> None:
         """Add ``[token, direction, batch, query, head, d_head]`` of source tokens from ``first`` on."""
-        if self.sums is None:
-            self._make_room(tangents)
+        if not self._totals:
+            self._allocate(tangents)
         for token, part in enumerate(tangents, first):
             if self.norm == "spectral":
                 self._add_gram(token, part, last_part)
                 continue
             energy = energies(part, self.norm).mT
             self.sums[token] += energy.sum(0)
-            if self.squares is not None:
+            if self._with_squares:
                 self.squares[token] += energy.square().sum(0)
 
-    def _make_room(self, tangents: Tensor) -> None:
+    def _allocate(self, tangents: Tensor) -> None:
         _, _, batch, query, head, _ = tangents.shape
         shape, dtype = (self._tokens, batch, head, query), accumulation_dtype(tangents.device)
-        self.sums = torch.zeros(shape, dtype=dtype, device=tangents.device)
-        if self._with_squares:
-            self.squares = torch.zeros_like(self.sums)
+        for _ in range(1 + self._with_squares):
+            self._totals.append(torch.zeros(shape, dtype=dtype, device=tangents.device))
 
     def _add_gram(self, token: int, part: Tensor, last_part: bool) -> None:
         """The Gram matrix over directions, and its norm as soon as all directions are in."""
@@ -99,7 +107,7 @@ def sweep(
     derivative: WindowedLinearization,
     x: Tensor,
     directions: Tensor,
-    request: Request,
+    resolved: ResolvedQuery,
     chunk: int,
     columns: Sequence[Columns],
     tokens: range | None = None,
@@ -110,7 +118,7 @@ def sweep(
         derivative: The derivative that carries the tangents.
         x: The value of its source ``[batch, key, width]``.
         directions: ``[direction, batch or 1, key or 1, width]``.
-        request: The heads and the queries.
+        resolved: The heads and the queries.
         chunk: Tangents carried at once.
         columns: One for each target of ``derivative``.
         tokens: The source tokens to push, from one to another; ``None`` for all.
@@ -120,14 +128,14 @@ def sweep(
         derivative.prepare(len(tokens) * len(directions))
     index = {target: number for number, target in enumerate(derivative.whole.targets)}
     for some, part in _chunks(tokens, len(directions), chunk):
-        tangents = _tangents(x, directions[part], some, request.multiply_by_inputs)
+        tangents = _tangents(x, directions[part], some, resolved.query.multiply_by_inputs)
         last_part = part.stop == len(directions)
         with torch.no_grad():
             for target, tangent in _every_target(derivative, tangents, some):
                 number = index[target]
                 stack = tangent.reshape(len(some), -1, *tangent.shape[1:3], tangent[0, 0, 0].numel())
-                columns[number].add(some.start, request.select(stack, number), last_part)
-        request.advance(len(tangents))
+                columns[number].add(some.start, resolved.select(stack, number), last_part)
+        resolved.advance(len(tangents))
 
 
 def _every_target(

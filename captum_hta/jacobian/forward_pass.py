@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -13,13 +12,7 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from captum_hta.jacobian.linearize.linearization import Linearization
-from captum_hta.jacobian.linearize.lost_derivatives import (
-    Dependence,
-    DerivativeWatch,
-    LostDerivativeError,
-    named_losses,
-)
-from captum_hta.jacobian.linearize.recorder import Recorder, refuse_batch_statistics
+from captum_hta.jacobian.linearize.recorder import Recorder, TrainingWatch, refuse_batch_statistics
 from captum_hta.jacobian.torch_internals import tree_map
 from captum_hta.model.sites import (
     LastTarget,
@@ -31,7 +24,6 @@ from captum_hta.model.sites import (
     without_autocast,
 )
 
-logger = logging.getLogger(__name__)
 Enter = Callable[[Tensor], Tensor]
 
 
@@ -49,6 +41,8 @@ class ForwardPass:
         layers: The targets: sites, or modules whose outputs they are.
         source: The source: a site, or a module whose output it is; ``None``: the inputs are.
         at_input: Take the inputs of the targets' modules instead of their outputs.
+        num_heads: Equal parts of a target ``[batch, position, width]``, ``None`` for one without a head axis;
+            a list has one for each target.
     """
 
     def __init__(
@@ -59,12 +53,26 @@ class ForwardPass:
         layers: Sequence[Module | Site],
         source: Module | Site | None = None,
         at_input: bool = False,
+        num_heads: int | Sequence[int | None] | None = None,
     ) -> None:
         self.forward_func = forward_func
         self.inputs = inputs
         self.extra = extra
         self.layers = tuple(as_site(layer, at_input) for layer in layers)
         self.source = None if source is None else as_site(source)
+        each = num_heads if isinstance(num_heads, Sequence) else [num_heads] * len(self.layers)
+        self.num_heads = tuple(each)
+
+    def heads_of(self, targets: Sequence[Tensor]) -> list[int | None]:
+        """For each target its number of heads, ``None`` for one without a head axis.
+
+        Raises:
+            ValueError: If ``num_heads`` does not divide the width of a target, or differs from its heads.
+        """
+        return [
+            _heads(self.name(layer), target, count)
+            for layer, target, count in zip(self.layers, targets, self.num_heads, strict=True)
+        ]
 
     def linearize(self) -> tuple[Linearization, list[Tensor], list[Tensor]]:
         """The derivative of the targets, and the values of sources and targets.
@@ -104,42 +112,21 @@ class ForwardPass:
 
         Raises:
             ValueError: If a module is not called, is called before the source, or does not hold one
-                tensor ``[batch, position, width]``; or if the derivative is lost on the way.
+                tensor ``[batch, position, width]``.
         """
         with _undisturbed(self.inputs), torch.enable_grad():
             entered: list[Tensor] = []
-            watch = DerivativeWatch()
 
             def enter(x: Tensor) -> Tensor:
                 entered.append(x.detach().clone().requires_grad_())
-                watch.mark_source(entered[-1])
                 return entered[-1].clone()  # which the model may write to
 
-            with watch:
+            with TrainingWatch():  # type: ignore[no-untyped-call]
                 targets = self._run(enter)
             for layer, target in zip(self.layers, targets, strict=True):
-                self._check_dependence(layer, watch.dependence(target))
                 if not target.requires_grad:
                     raise self.no_path(layer)
-            with named_losses():
-                yield entered, targets
-
-    def _check_dependence(self, layer: Site, found: Dependence | None) -> None:
-        """Raise a :class:`LostDerivativeError` if the derivative is lost on the way to a target."""
-        if found is not None and found.lost is not None:
-            module = found.lost.module
-            kind = f"{type(module).__module__}.{type(module).__qualname__}"
-            where = "" if module is None else f" of {self.name(Site(module))} ({kind})"
-            raise LostDerivativeError(
-                f"the derivative is lost in the operator {found.lost.operator}{where}, through which "
-                f"{self.name(layer)} depends on the source: load the model in floating point, without "
-                "quantisation, or choose a source or a target that it does not lie between"
-            )
-        if found is not None and found.stopped:
-            logger.warning(
-                "values on the way to %s are detached or computed under no_grad: they are taken as constant",
-                self.name(layer),
-            )
+            yield entered, targets
 
     def _run(self, enter: Enter) -> list[Tensor]:
         """Run up to the last target; ``enter`` replaces each source by a tensor of the caller's."""
@@ -149,12 +136,12 @@ class ForwardPass:
         inputs = tuple(_plain(value) for value in self.inputs)
         extra = tree_map(_plain, self.extra)
         with ExitStack() as hooks:
+            source_seen: list[bool] = []
             if self.source is None:
                 inputs = tuple(enter(x) for x in inputs)
-                source_seen = [True]
+                source_seen.append(True)
             else:
-                source_seen = []
-                hooks.callback(self._hook_source(enter, source_seen).remove)
+                hooks.callback(self._hook_source(self.source, enter, source_seen).remove)
             for site in dict.fromkeys(self.layers):
                 hooks.callback(self._hook_target(site, found, source_seen).remove)
             with suppress(LastTarget):
@@ -167,9 +154,7 @@ class ForwardPass:
                 )
         return [found[site] for site in self.layers]
 
-    def _hook_source(self, enter: Enter, seen: list[bool]) -> Any:
-        site = self.source
-
+    def _hook_source(self, site: Site, enter: Enter, seen: list[bool]) -> Any:
         def replaced(value: Any) -> Any:
             if seen and site.call is None:
                 raise ValueError(
@@ -219,6 +204,19 @@ class ForwardPass:
             f"no path leads from {source} to {self.name(layer)}: choose a source that the target is "
             "computed from"
         )
+
+
+def _heads(name: str, target: Tensor, num_heads: int | None) -> int | None:
+    if target.dim() == 4:
+        if num_heads not in (None, target.shape[2]):
+            raise ValueError(f"{name} has {target.shape[2]} heads, but num_heads is {num_heads}")
+        return target.shape[2]
+    if num_heads is not None and target.shape[2] % num_heads:
+        raise ValueError(
+            f"{name} is {target.shape[2]} wide, which num_heads={num_heads} does not divide: pass the "
+            "model's number of attention heads"
+        )
+    return num_heads
 
 
 def _plain(value: Any) -> Any:

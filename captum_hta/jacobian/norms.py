@@ -19,12 +19,6 @@ SMALLEST_LENGTH = 1e-15
 """Vectors that are longer than this have no squares that matter below the range of float32."""
 
 
-def check_norm(norm: str) -> None:
-    """Raise a ``ValueError`` if there is no such norm."""
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
-
-
 @dataclass
 class Energy:
     """Squared norms ``[batch, head, query, key]`` with the variance of their estimate, if they are one."""
@@ -36,10 +30,9 @@ class Energy:
 def joined(sources: Iterable[Energy]) -> Energy:
     """The energies of several sources side by side, along the key axis."""
     sources = list(sources)
+    variances = [energy.variance for energy in sources if energy.variance is not None]
     mean = torch.cat([energy.mean for energy in sources], dim=-1)
-    if sources[0].variance is None:
-        return Energy(mean)
-    return Energy(mean, torch.cat([energy.variance for energy in sources], dim=-1))
+    return Energy(mean, torch.cat(variances, dim=-1) if variances else None)
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -50,6 +43,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 def energies(tangents: Tensor, norm: str) -> Tensor:
     """What each tangent ``[..., head, d_head]`` adds to the energy: ``[..., head]``."""
     dtype = accumulation_dtype(tangents.device)
+    lengths: Tensor
     if norm == "sum":
         return tangents.sum(-1, dtype=dtype).square()
     lengths = torch.linalg.vector_norm(tangents, dim=-1)
@@ -66,7 +60,8 @@ def _in_range(lengths: Tensor) -> bool:
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:
     """The squared spectral norm of a Jacobian from its Gram matrix ``[..., d_head, d_head]``."""
-    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0)
+    largest: Tensor = torch.linalg.eigvalsh(gram)[..., -1]
+    return largest.clamp_min(0)
 
 
 def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:

@@ -21,43 +21,38 @@ from torch import Tensor
 from captum_hta.jacobian.forward import Columns, sweep
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 from captum_hta.jacobian.norms import Energy, joined, shares
-from captum_hta.jacobian.query import Request
+from captum_hta.jacobian.query import ResolvedQuery
 
 FIRST_PROBES = 8
-"""Probes that a tolerance begins with, where their number is not given."""
+"""The number of probes that a tolerance begins with by default."""
 
 
 def probe_energies(
     derivatives: Sequence[WindowedLinearization],
     sources: Sequence[Tensor],
-    request: Request,
+    resolved: ResolvedQuery,
     chunk: int,
-    n_probes: int | None,
-    tolerance: float | None,
-    keys: Sequence[tuple[int, ...]],
 ) -> tuple[list[list[Energy]], int]:
-    """Energies estimated by orthogonal probes of every source token.
+    """Energies estimated with orthogonal probes of every source token.
 
     Args:
-        derivatives: For each source that of its forward pass.
+        derivatives: For each source the derivative of its forward pass.
         sources: Each ``[batch, key, width]``.
-        request: The norm, the heads and the queries.
+        resolved: The norm, the probes, the tolerance, the heads, the queries and the streams.
         chunk: Tangents carried at once.
-        n_probes: Probes of each source token; with ``tolerance`` those to begin with.
-        tolerance: Double the probes until the standard error of every contribution is at most this.
-        keys: For each example the integers that name its stream of probes.
 
     Returns:
         For each source a list with the energies ``[batch, head, query, key]`` of each target; and the
         number of probes.
     """
+    query = resolved.query
     runs = [
-        _Run(derivative, x, request, chunk, [(*key, number) for key in keys])
+        _Run(derivative, x, resolved, chunk, number)
         for number, (derivative, x) in enumerate(zip(derivatives, sources, strict=True))
     ]
     for run in runs:
-        run.extend(n_probes or FIRST_PROBES)
-    while tolerance is not None and _largest_error(runs) > tolerance:
+        run.extend(query.n_probes or FIRST_PROBES)
+    while query.tolerance is not None and _largest_error(runs) > query.tolerance:
         for run in runs:
             run.extend(2 * run.count)
     return [run.energies() for run in runs], max(run.count for run in runs)
@@ -70,16 +65,16 @@ class _Run:
         self,
         derivative: WindowedLinearization,
         x: Tensor,
-        request: Request,
+        resolved: ResolvedQuery,
         chunk: int,
-        keys: Sequence[tuple[int, ...]],
+        source: int,
     ) -> None:
+        self.derivative, self.x, self.resolved, self.chunk = derivative, x, resolved, chunk
         self.width = x.shape[-1]
-        self.columns = [Columns(request.norm, x.shape[1], squares=True) for _ in derivative.whole.targets]
-        self._keys = [(*key, token) for key in keys for token in range(x.shape[1])]
-        self._sweep = lambda probes: sweep(derivative, x, probes, request, chunk, self.columns)
-        self._tokens = x.shape[1]
-        self._probes = torch.empty(len(self._keys), 0, self.width, dtype=torch.float64)
+        norm, tokens = resolved.query.norm, x.shape[1]
+        self.columns = [Columns(norm, tokens, squares=True) for _ in derivative.whole.targets]
+        self._streams = [(*stream, source, token) for stream in resolved.streams for token in range(tokens)]
+        self._probes = torch.empty(len(self._streams), 0, self.width, dtype=torch.float64, device="cpu")
 
     @property
     def count(self) -> int:
@@ -88,10 +83,12 @@ class _Run:
     def extend(self, total: int) -> None:
         """Have ``total`` probes, or all that there are."""
         more = min(total, self.width) - self.count
-        if more > 0:
-            fresh = orthogonal_probes(more, self._keys, self._probes)
-            self._probes = torch.cat([self._probes, fresh], dim=1)
-            self._sweep(fresh.unflatten(0, (-1, self._tokens)).permute(2, 0, 1, 3))
+        if more <= 0:
+            return
+        fresh = orthogonal_probes(more, self._streams, self._probes)
+        self._probes = torch.cat([self._probes, fresh], dim=1)
+        directions = fresh.reshape(-1, self.x.shape[1], *fresh.shape[1:]).permute(2, 0, 1, 3)
+        sweep(self.derivative, self.x, directions, self.resolved, self.chunk, self.columns)
 
     def energies(self) -> list[Energy]:
         return [estimate(column, self.count, self.width) for column in self.columns]
@@ -111,17 +108,17 @@ def estimate(column: Columns, count: int, width: int) -> Energy:
 def _largest_error(runs: Sequence[_Run]) -> float:
     if all(run.count == run.width for run in runs):
         return 0.0
-    by_target = zip(*(run.energies() for run in runs), strict=True)
-    return max(shares(joined(energies))[1].max().item() for energies in by_target)
+    errors = [shares(joined(energies))[1] for energies in zip(*(run.energies() for run in runs), strict=True)]
+    return max(error.max().item() for error in errors if error is not None)
 
 
-def orthogonal_probes(count: int, keys: Sequence[tuple[int, ...]], known: Tensor) -> Tensor:
+def orthogonal_probes(count: int, streams: Sequence[tuple[int, ...]], known: Tensor) -> Tensor:
     """Draw probes that are orthogonal to each other and to those already known.
 
     Args:
         count: Number of new probes.
-        keys: One tuple of integers for each stream, such as seed, example and token. Equal keys give
-            equal probes, on every device and in every batch.
+        streams: One tuple of integers for each stream of random numbers, such as seed, example and token.
+            Equal tuples give equal probes, on every device and in every batch.
         known: Earlier probes ``[stream, m, width]`` of the same streams.
 
     Returns:
@@ -133,17 +130,18 @@ def orthogonal_probes(count: int, keys: Sequence[tuple[int, ...]], known: Tensor
         True
     """
     before, width = known.shape[1:]
-    draws = torch.stack([_normal((width, count), (*key, before)) for key in keys])
+    draws = torch.stack([_normal((width, count), (*stream, before)) for stream in streams])
     basis = known.mT / width**0.5
     for _ in range(2 if before else 0):  # twice is enough for orthogonality to rounding
         draws = draws - basis @ (basis.mT @ draws)
     directions, triangle = torch.linalg.qr(draws)
     signs = triangle.diagonal(dim1=-2, dim2=-1).sign()
-    return (directions * signs[:, None]).mT * width**0.5
+    probes: Tensor = (directions * signs[:, None]).mT * width**0.5
+    return probes
 
 
-def _normal(shape: tuple[int, int], key: tuple[int, ...]) -> Tensor:
-    """Standard normal numbers of the stream that ``key`` names; neighbouring keys are unrelated."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+def _normal(shape: tuple[int, int], stream: tuple[int, ...]) -> Tensor:
+    """Standard normal numbers of a stream; neighbouring streams are unrelated."""
+    digest = hashlib.blake2b(repr(stream).encode(), digest_size=8).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -1,44 +1,168 @@
-"""What is asked of the Jacobian blocks between sources and targets."""
+"""The two records of what is asked: what a user set, and what it means for one forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from captum_hta.jacobian.arguments import (
+    as_int,
+    choice,
+    flag,
+    integer,
+    is_integer,
+    optional_count,
+    optional_positive,
+)
+from captum_hta.jacobian.norms import NORMS
+from captum_hta.jacobian.plan import MODES
+from captum_hta.jacobian.precision import PRECISIONS
 
-def _no_progress(count: int) -> None:
-    """Take no notice of progress."""
+Selector = int | slice | Sequence[int] | Tensor | None
+"""Positions: one, a range, several, or ``None`` for all."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked of the Jacobian blocks of one forward pass.
+@dataclass(frozen=True, eq=False)
+class Query:
+    """What a user asks of contributions, whatever the model; checked when it is made.
 
     Attributes:
         norm: One of :data:`captum_hta.jacobian.norms.NORMS`.
-        heads: For each target the number of equal parts of its width.
-        queries: Query positions ``[query]``, or ``None`` for all.
-        multiply_by_inputs: Scale column ``d`` of a block by ``x_i[d]``.
-        directions: For each target vectors ``[batch, head, query, d_head]`` that its blocks are multiplied
-            by from the left; ``None``: whole blocks.
+        multiply_by_inputs: Scale column ``d`` of each Jacobian by ``x_i[d]``.
+        direction: Multiply Jacobians by vectors from the left, as
+            :func:`captum_hta.jacobian.directions.directions_for` takes them; ``None``: whole Jacobians.
+        neuron_selector: Query positions, as :func:`query_positions` takes them; ``None`` for all.
+        n_probes: Probes of each source token, or ``None`` for an exact result.
+        tolerance: Double the probes until every standard error is at most this.
+        seed: Seed of the probes.
+        mode: Force one of :data:`captum_hta.jacobian.plan.MODES`; ``None``: the cheapest.
+        precision: Precision of float32 matrix products, as ``torch.set_float32_matmul_precision`` takes it.
+
+    Raises:
+        ValueError: If an argument is out of its range, or does not go with another one.
+        TypeError: If an argument is of a wrong type.
+    """
+
+    norm: str = "frobenius"
+    multiply_by_inputs: bool = False
+    direction: Tensor | Sequence[Tensor] | None = None
+    neuron_selector: Selector = None
+    n_probes: int | None = None
+    tolerance: float | None = None
+    seed: int = 0
+    mode: str | None = None
+    precision: str = "highest"
+
+    def __post_init__(self) -> None:
+        checked = {
+            "norm": choice("norm", self.norm, NORMS),
+            "multiply_by_inputs": flag("multiply_by_inputs", self.multiply_by_inputs),
+            "n_probes": optional_count("n_probes", self.n_probes),
+            "tolerance": optional_positive("tolerance", self.tolerance),
+            "seed": integer("seed", self.seed),
+            "mode": None if self.mode is None else choice("mode", self.mode, MODES),
+            "precision": choice("precision", self.precision, PRECISIONS),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        self._check_estimate()
+        self._check_direction()
+
+    def _check_estimate(self) -> None:
+        if self.norm == "spectral" and self.is_estimate:
+            raise ValueError(
+                "probes do not estimate a spectral norm: leave out n_probes and tolerance, or use the norm "
+                "'frobenius'"
+            )
+        if self.n_probes == 1 and self.tolerance is not None:
+            raise ValueError(ONE_PROBE)
+
+    def _check_direction(self) -> None:
+        if self.direction is None:
+            return
+        if self.norm != "frobenius":
+            raise ValueError(
+                f"along a direction the norm is the length of a vector: leave out norm={self.norm!r}"
+            )
+        if self.is_estimate:
+            raise ValueError(
+                "along a direction the exact result takes one backward pass for each head and query: leave "
+                "out n_probes and tolerance"
+            )
+        if self.mode not in (None, "reverse"):
+            raise ValueError(
+                f"along a direction the mode must be 'reverse', got {self.mode!r}: leave out mode"
+            )
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether probes are asked for."""
+        return self.n_probes is not None or self.tolerance is not None
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for queries that ask the same: their values, and tensors by identity."""
+        return tuple(_identity(getattr(self, field.name)) for field in fields(self))
+
+    def cotangents(self, queries: int, heads: int, width: int) -> int:
+        """Backward passes for one target: one for each component, or for each head where these are summed."""
+        summed = self.norm == "sum" or self.direction is not None
+        return queries * (heads if summed else width)
+
+
+ONE_PROBE = "one probe has no standard error: use at least two"
+
+
+def _identity(value: object) -> object:
+    if isinstance(value, Tensor):
+        return Tensor, id(value)
+    if isinstance(value, slice):
+        return slice, value.start, value.stop, value.step
+    return tuple(map(_identity, value)) if isinstance(value, list | tuple) else value
+
+
+def _no_progress(count: int) -> None:
+    """Ignore progress."""
+
+
+@dataclass(frozen=True)
+class ResolvedQuery:
+    """What a query means for the sources and targets of one forward pass.
+
+    Attributes:
+        query: The query.
+        heads: For each target the number of heads, ``None`` for a target without a head axis.
+        positions: Query positions ``[query]``, or ``None`` for all.
+        directions: For each target vectors ``[batch, head, query, d_head]`` that Jacobians are multiplied by
+            from the left; ``None``: whole Jacobians.
+        streams: For each example the integers that name its stream of random numbers.
         advance: Called with the number of tangents or cotangents that have been carried.
     """
 
-    norm: str
-    heads: Sequence[int]
-    queries: Tensor | None = None
-    multiply_by_inputs: bool = False
+    query: Query
+    heads: Sequence[int | None]
+    positions: Tensor | None = None
     directions: Sequence[Tensor] | None = None
+    streams: Sequence[tuple[int, ...]] = ()
     advance: Callable[[int], object] = _no_progress
 
-    def select(self, positions: Tensor, target: int) -> Tensor:
-        """``[..., query, head, d_head]`` of ``[..., position, width]`` for the target of that index."""
-        if self.queries is not None:
-            positions = positions.index_select(-2, self.queries)
-        return positions.unflatten(-1, (self.heads[target], -1))
+    def parts(self, target: int) -> int:
+        """The number of equal parts of the width of the target with that index."""
+        return self.heads[target] or 1
+
+    def queries(self, length: int) -> int:
+        """The number of query positions in a target of this length."""
+        return length if self.positions is None else len(self.positions)
+
+    def select(self, values: Tensor, target: int) -> Tensor:
+        """``[..., query, head, d_head]`` from ``[..., position, width]``, for the target with that index."""
+        if self.positions is not None:
+            values = values.index_select(-2, self.positions)
+        return torch.unflatten(values, -1, (self.parts(target), -1))
 
 
 def joined_heads(target: Tensor) -> Tensor:
@@ -46,13 +170,11 @@ def joined_heads(target: Tensor) -> Tensor:
     return target.flatten(2) if target.dim() == 4 else target
 
 
-def query_positions(
-    selector: int | slice | Sequence[int] | Tensor | None, length: int, device: torch.device
-) -> Tensor | None:
+def query_positions(selector: Selector, length: int, device: torch.device) -> Tensor | None:
     """The positions ``[query]`` that a ``neuron_selector`` names, or ``None`` for all.
 
     Raises:
-        ValueError: If a position lies outside the sequence.
+        ValueError: If a position lies outside the sequence, or there is none.
         TypeError: If the selector is none of the kinds above.
 
     Example:
@@ -64,50 +186,25 @@ def query_positions(
     if selector is None:
         return None
     if isinstance(selector, slice):
-        return torch.arange(length, device=device)[_forwards(selector, length)]
-    if isinstance(selector, Tensor):
-        selector = selector.tolist()
-    if isinstance(selector, int) and not isinstance(selector, bool):
-        selector = [selector]
-    if not isinstance(selector, list | tuple | range) or not all(_is_position(p) for p in selector):
-        raise TypeError(
-            f"neuron_selector names query positions: an int, a slice, or a list of ints, got {selector!r}"
-        )
-    outside = [position for position in selector if not -length <= position < length]
-    if outside or not len(selector):
+        positions = list(range(length))[selector]
+        if not positions:
+            raise ValueError(f"neuron_selector {selector} is empty for a target of {length} positions")
+        return torch.tensor(positions, device=device)
+    named = _named_positions(selector)
+    outside = [position for position in named if not -length <= position < length]
+    if outside or not named:
         raise ValueError(
             f"neuron_selector names {outside or 'no positions'}, but the target has positions 0 to "
             f"{length - 1}"
         )
-    return torch.tensor([position % length for position in selector], device=device)
+    return torch.tensor([position % length for position in named], device=device)
 
 
-def _is_position(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _forwards(selector: slice, length: int) -> slice | list[int]:
-    """A tensor does not index with a negative step or an empty range."""
-    positions = list(range(length))[selector]
-    if not positions:
-        raise ValueError(f"neuron_selector {selector} is empty for a target of {length} positions")
-    return positions
-
-
-def check_probes(n_probes: int | None, tolerance: float | None, norm: str, with_error: bool = False) -> None:
-    """Check the arguments that ask for an estimate.
-
-    Raises:
-        ValueError: If they are out of their range, or no estimate of the norm exists.
-    """
-    if n_probes is not None and (not isinstance(n_probes, int) or n_probes < 1):
-        raise ValueError(f"n_probes must be a positive int or None, got {n_probes!r}")
-    if tolerance is not None and not tolerance > 0:
-        raise ValueError(f"tolerance must be positive or None, got {tolerance!r}")
-    if norm == "spectral" and (n_probes is not None or tolerance is not None):
-        raise ValueError(
-            "probes do not estimate a spectral norm: leave out n_probes and tolerance, or use the norm "
-            "'frobenius'"
+def _named_positions(selector: object) -> list[int]:
+    several = selector.tolist() if isinstance(selector, Tensor | np.ndarray) else selector
+    several = [several] if is_integer(several) else several
+    if not isinstance(several, list | tuple | range) or not all(map(is_integer, several)):
+        raise TypeError(
+            f"neuron_selector names query positions: an int, a slice, or a list of ints, got {several!r}"
         )
-    if n_probes == 1 and (with_error or tolerance is not None):
-        raise ValueError("one probe has no standard error: use at least two")
+    return [as_int(position) for position in several]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.norms import Energy, accumulation_dtype, largest_eigenvalue
-from captum_hta.jacobian.query import Request, joined_heads
+from captum_hta.jacobian.query import ResolvedQuery, joined_heads
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def reverse_energies(
     forward_pass: ForwardPass,
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
-    request: Request,
+    resolved: ResolvedQuery,
     chunk: int,
 ) -> list[list[Energy]]:
     """Exact energies by cotangents of every target component.
@@ -33,7 +33,7 @@ def reverse_energies(
         forward_pass: The forward pass that joins sources and targets.
         sources: Leaves of its graph, each ``[batch, key, width]``.
         targets: The targets in that graph.
-        request: The norm, the heads and the queries.
+        resolved: The norm, the heads and the queries.
         chunk: Cotangents carried at once.
 
     Returns:
@@ -44,8 +44,8 @@ def reverse_energies(
     """
     columns = []
     for number, target in enumerate(targets):
-        direction = None if request.directions is None else request.directions[number]
-        rows = _Rows(joined_heads(target), request, request.heads[number], direction)
+        direction = None if resolved.directions is None else resolved.directions[number]
+        rows = _Rows(joined_heads(target), resolved, resolved.parts(number), direction)
         found = rows.pull_back(sources, chunk)
         if found is None:
             raise forward_pass.no_path(forward_pass.layers[number])
@@ -59,12 +59,12 @@ class _Rows:
     single row: a weighted sum of its components.
     """
 
-    def __init__(self, target: Tensor, request: Request, heads: int, direction: Tensor | None) -> None:
-        self.target, self.request, self.heads = target, request, heads
+    def __init__(self, target: Tensor, resolved: ResolvedQuery, heads: int, direction: Tensor | None) -> None:
+        self.target, self.resolved, self.heads = target, resolved, heads
         positions = torch.arange(target.shape[1], device=target.device)
-        self.queries = positions if request.queries is None else request.queries
+        self.queries = positions if resolved.positions is None else resolved.positions
         width = target.shape[2] // heads
-        if request.norm == "sum":
+        if resolved.query.norm == "sum":
             direction = target.new_ones(()).expand(len(target), heads, len(self.queries), width)
         self.direction = direction
         self.components = width if direction is None else 1
@@ -80,24 +80,24 @@ class _Rows:
                 return None
             for total, x, gradient in zip(sums, sources, gradients, strict=True):
                 if gradient is not None:
-                    scaled = gradient * x if self.request.multiply_by_inputs else gradient
+                    scaled = gradient * x if self.resolved.query.multiply_by_inputs else gradient
                     self._add(total, rows // self.components, scaled.detach().to(dtype))
-            self.request.advance(len(rows))
+            self.resolved.advance(len(rows))
         shape = (len(self.queries), self.heads)
-        return [Energy(total.unflatten(0, shape).permute(2, 1, 0, 3)) for total in sums]
+        return [Energy(torch.unflatten(total, 0, shape).permute(2, 1, 0, 3)) for total in sums]
 
     def _chunks(self, rows: int, chunk: int) -> Sequence[Tensor]:
         """Chunks of row numbers; a spectral norm needs all rows of a block together."""
-        if self.request.norm == "spectral":
+        if self.resolved.query.norm == "spectral":
             chunk = max(chunk // self.components, 1) * self.components
-        return torch.arange(rows, device=self.target.device).split(chunk)
+        return torch.split(torch.arange(rows, device=self.target.device), chunk)
 
     def _cotangents(self, rows: Tensor) -> Tensor:
         """``[row, *target.shape]``: one at the row's component, or the weights of its sum, for every example
         of the batch.
         """
         out = self.target.new_zeros(len(rows), *self.target.shape)
-        parts = out.unflatten(-1, (self.heads, -1))
+        parts = torch.unflatten(out, -1, (self.heads, -1))
         numbers = torch.arange(len(rows), device=rows.device)
         blocks = rows // self.components
         query, head = self.queries[blocks // self.heads], blocks % self.heads
@@ -109,10 +109,10 @@ class _Rows:
 
     def _add(self, total: Tensor, blocks: Tensor, gradients: Tensor) -> None:
         """Add the energies of gradients ``[row, batch, key, width]`` to those of their block."""
-        if self.request.norm != "spectral":
+        if self.resolved.query.norm != "spectral":
             total.index_add_(0, blocks, gradients.square().sum(-1))
             return
-        grouped = gradients.unflatten(0, (-1, self.components))
+        grouped = torch.unflatten(gradients, 0, (-1, self.components))
         gram = torch.einsum("gcbkw,gebkw->gbkce", grouped, grouped)
         total[blocks[:: self.components]] = largest_eigenvalue(gram)
 

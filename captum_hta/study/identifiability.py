@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 from torch.nn.utils import skip_init
 
-from captum_hta.computation import layers_of
+from captum_hta.jacobian.endpoints import layers_of
 from captum_hta.model.encoding import Encoding
 from captum_hta.model.protocol import Model
 from captum_hta.model.sites import observed, without_autocast

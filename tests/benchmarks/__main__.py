@@ -31,7 +31,7 @@ from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.linearize.linearization import Linearization
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 from captum_hta.jacobian.plan import chunk_size
-from captum_hta.jacobian.query import Request
+from captum_hta.jacobian.query import Query, ResolvedQuery
 
 
 @dataclass
@@ -247,11 +247,11 @@ def sweep_of(subject: Subject, layers: list[int], kind: str = "head") -> Sweep:
     chunk = chunk_size(windowed.widest(whole) * x.element_size(), x.device)
     directions = torch.eye(x.shape[2])[: min(4 * chunk, x.shape[2])][:, None, None]
     heads = subject.model.num_heads if kind == "head" else 1
-    request = Request("frobenius", [heads] * len(derivative.targets))
+    resolved = ResolvedQuery(Query(), [heads] * len(derivative.targets))
 
     def run() -> None:
         columns = [Columns("frobenius", x.shape[1]) for _ in derivative.targets]
-        sweep(windowed, x, directions, request, chunk, columns, range(1))
+        sweep(windowed, x, directions, resolved, chunk, columns, range(1))
 
     return Sweep(run, len(directions), whole, setup, windowed)
 

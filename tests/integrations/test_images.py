@@ -17,7 +17,7 @@ from reference import jacobian, norms, shares
 from torch import Tensor
 
 from captum_hta import contributions, load_model
-from captum_hta.computation import _fingerprint
+from captum_hta.computation import fingerprint
 from captum_hta.integrations import TransformersModel
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-7}
@@ -196,7 +196,7 @@ def test_probes_depend_on_the_image() -> None:
     together = contributions(adapter("ViT"), both, n_probes=4)
     alone = contributions(adapter("ViT"), both[1], n_probes=4)
     torch.testing.assert_close(together.example(1).values, alone.values, **CLOSE)
-    first, second, again = (_fingerprint(adapter("ViT").encode(one)) for one in (*both, both[0]))
+    first, second, again = (fingerprint(adapter("ViT").encode(one)) for one in (*both, both[0]))
     assert first == again != second
 
 

@@ -191,7 +191,7 @@ def test_logit_direction_errors() -> None:
     """No unembedding, no such token, a text of several tokens, an encoder."""
     gpt = tiny_with_head("GPT-2")
     model = load_model(gpt, tokenizer=WordTokenizer(60))
-    with pytest.raises(ValueError, match="token 99 is none"):
+    with pytest.raises(ValueError, match="there is no token 99"):
         logit_direction(model, 99)
     with pytest.raises(ValueError, match="is 4 tokens, but one is needed"):
         logit_direction(model, "two words")  # with the special tokens of this tokenizer
@@ -199,7 +199,7 @@ def test_logit_direction_errors() -> None:
         logit_direction(load_model(gpt.transformer, tokenizer=WordTokenizer(60)), 5)
     with pytest.raises(ValueError, match="is an encoder"):
         logit_direction(load_model(tiny_bert(), tokenizer=WordTokenizer()), 5)
-    with pytest.raises(ValueError, match="what its heads say before it is added"):
+    with pytest.raises(ValueError, match="normalises or scales the outputs of its heads"):
         logit_direction(load_model(tiny_with_head("Gemma 2"), tokenizer=WordTokenizer(60)), 5)
 
 
@@ -215,8 +215,8 @@ def test_logit_direction_in_half_precision(name: str, dtype: torch.dtype, adapte
 
 
 def test_tokens_are_ids_or_texts() -> None:
-    """Others are named."""
+    """Anything else is a TypeError that says so."""
     model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
     for token in (True, 5.0):
-        with pytest.raises(TypeError, match="an id or a text"):
+        with pytest.raises(TypeError, match="must be an id or a text"):
             logit_direction(model, token)

@@ -1,4 +1,4 @@
-"""What contributions will cost, from dimensions alone, against what they did."""
+"""What contributions will cost, from dimensions alone, compared with what they did."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
-from captum_hta import Plan, Size, contributions
-from captum_hta.jacobian import forecast
-from captum_hta.jacobian.engine import Question, answer
+from captum_hta import Plan, Size, contributions, forecast
+from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forecast import in_all
 from captum_hta.jacobian.forward_pass import ForwardPass
+from captum_hta.jacobian.query import Query
 
 TEXT = "one two three four five six seven"
 SMALL = Size(layers=3, heads=4, width=32, inner=128)
@@ -62,12 +62,12 @@ def test_forecast_of_causal_models(name: str, queries: int | None) -> None:
         heads, source = [layer.self_attn.o_proj for layer in model.layers], model.embed_tokens
         size = Size(3, 4, 32, 48, key_heads=2, gated=True, causal=True)
     model.set_attn_implementation("eager")
-    forward_pass = ForwardPass(model.eval(), (torch.arange(16)[None],), (), heads, source, at_input=True)
+    forward_pass = ForwardPass(model.eval(), (torch.arange(16)[None],), (), heads, source, True, 4)
     selector = None if queries is None else 3
-    done = answer(forward_pass, Question(num_heads=4, neuron_selector=selector)).plan
+    done = answer(forward_pass, Query(neuron_selector=selector)).plan
     expected = forecast(size, 16, queries=queries)
     assert expected.mode == done.mode
-    assert done.flops <= expected.flops * (1 + 1e-9)  # segments may reach further than is foretold
+    assert done.flops <= expected.flops * (1 + 1e-9)  # segments may reach further than is forecast
     assert expected.flops == pytest.approx(done.flops, rel=0.06)
 
 
@@ -75,7 +75,7 @@ def test_mode_can_be_forced() -> None:
     """And one that is not valid is an error."""
     assert forecast(SMALL, 8, mode="reverse").mode == "reverse"
     assert forecast(SMALL, 8, source="previous_layer", mode="forward").mode == "forward"
-    with pytest.raises(ValueError, match="cannot give this result"):
+    with pytest.raises(ValueError, match="the closed form gives the previous-layer contribution"):
         forecast(SMALL, 8, mode="closed form")
 
 
@@ -108,10 +108,10 @@ def test_plans_in_all() -> None:
         ({"batch": 0}, "batch must be positive"),
         ({"n_probes": -1}, "n_probes must be a positive int"),
         ({"source": "prev_layer"}, "source must be"),
-        ({"source": 3}, "source must be"),
+        ({"source": 3}, "source 3 is no block: the model has 0 to 2"),
         ({"target": "foo"}, "target must be"),
         ({"norm": "l1"}, "norm must be one of"),
-        ({"layers": [3]}, "layers must be in 0 to 2"),
+        ({"layers": [3]}, r"layers names \[3\], but the model has layers 0 to 2"),
         ({"size": Size(3, 5, 32, 128)}, "5 heads do not divide"),
     ],
     ids=str,

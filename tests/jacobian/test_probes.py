@@ -8,10 +8,11 @@ from scipy import stats
 from torch import nn
 
 from captum_hta import HiddenTokenAttribution
-from captum_hta.jacobian.engine import Question, answer
+from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.norms import shares
 from captum_hta.jacobian.probes import orthogonal_probes
+from captum_hta.jacobian.query import Query
 
 NONE = torch.empty(1, 0, 16, dtype=torch.float64)
 WIDTH, TOKENS = 32, 6
@@ -43,8 +44,8 @@ def test_probes_are_orthogonal_also_to_earlier_ones() -> None:
     torch.testing.assert_close(whole @ whole.T, 16 * torch.eye(16, dtype=torch.float64))
 
 
-def test_streams_depend_on_their_key_alone() -> None:
-    """A stream is the same among others, and another under another key."""
+def test_streams_depend_on_their_numbers_alone() -> None:
+    """A stream is the same among others, and another stream with other numbers."""
     alone = orthogonal_probes(4, [(3, 1)], NONE)[0]
     among = orthogonal_probes(4, [(3, 0), (3, 1), (4, 1)], NONE.expand(3, 0, 16))
     assert torch.equal(among[1], alone)
@@ -68,9 +69,10 @@ def test_all_probes_are_exact(attribution, x) -> None:
 
 def repeated(encoder: nn.Module, x: torch.Tensor, count: int, runs: int):
     """Contributions and errors of ``runs`` independent draws, ``[run, head, query, key]``."""
-    forward_pass = ForwardPass(encoder, (x.expand(runs, -1, -1),), (), [encoder.layers[1].linear1])
-    question = Question(num_heads=4, n_probes=count, keys=[(run,) for run in range(runs)])
-    return shares(answer(forward_pass, question).energies[0])
+    target = encoder.layers[1].linear1
+    forward_pass = ForwardPass(encoder, (x.expand(runs, -1, -1),), (), [target], num_heads=4)
+    answered = answer(forward_pass, Query(n_probes=count), streams=[(run,) for run in range(runs)])
+    return shares(answered.energies[0])
 
 
 def test_error_falls_like_one_over_the_root(encoder, attribution, x) -> None:

@@ -1,0 +1,162 @@
+"""Checks of single arguments, each of which names the argument and what it may be.
+
+NumPy's and PyTorch's numbers are taken as Python's; a truth value is no number.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+
+def choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """One of several words.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    listed = " or ".join(map(repr, choices)) if len(choices) == 2 else ", ".join(map(repr, choices))
+    raise ValueError(f"{name} must be {'one of ' if len(choices) > 2 else ''}{listed}, got {value!r}")
+
+
+def flag(name: str, value: object) -> bool:
+    """A truth value.
+
+    Raises:
+        TypeError: If it is anything else, such as the text ``"false"``, which Python takes for true.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer of Python, NumPy or PyTorch."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not (
+            value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+        )
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def integer(name: str, value: object) -> int:
+    """An integer.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not is_integer(value):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    return as_int(value)
+
+
+def as_int(value: object) -> int:
+    """An integer of any library as Python's, which prints and hashes the same everywhere."""
+    assert isinstance(value, SupportsIndex)
+    return operator.index(value)
+
+
+def optional_count(name: str, value: object) -> int | None:
+    """A positive integer, or ``None``.
+
+    Raises:
+        ValueError: If it is another number.
+        TypeError: If it is no number.
+    """
+    if value is None:
+        return None
+    if is_integer(value) and as_int(value) > 0:
+        return as_int(value)
+    wrong_type = isinstance(value, bool) or not isinstance(value, numbers.Number | Tensor)
+    raise (TypeError if wrong_type else ValueError)(f"{name} must be a positive int or None, got {value!r}")
+
+
+def optional_positive(name: str, value: object) -> float | None:
+    """A positive number, or ``None``.
+
+    Raises:
+        ValueError: If it is another number.
+        TypeError: If it is no number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a positive number or None, got {value!r}")
+    number = float(value)
+    if not number > 0:
+        raise ValueError(f"{name} must be positive or None, got {value!r}")
+    return number
+
+
+def check_modules(layer: object, source_layer: object) -> None:
+    """Check the target modules, and the source module if there is one.
+
+    Raises:
+        TypeError: If one is no module.
+    """
+    layers = layer if isinstance(layer, list | tuple) else [layer]
+    if not layers or not all(isinstance(item, Module) for item in layers):
+        raise TypeError(f"layer must be a torch.nn.Module or a list of them, got {layer!r}")
+    if source_layer is not None and not isinstance(source_layer, Module):
+        raise TypeError(f"source_layer must be a torch.nn.Module or None, got {source_layer!r}")
+
+
+def check_devices(device_ids: Sequence[int] | None) -> None:
+    """Check that at most one device is named.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids names {len(device_ids)} devices, but the derivative is taken on one: pass the "
+            "module that DataParallel wraps"
+        )
+
+
+def check_inputs(inputs: Sequence[object], has_source_layer: bool) -> None:
+    """Check what a model is called with.
+
+    Raises:
+        ValueError: If there is no example, or the tensors are no sources and there is no source layer.
+        TypeError: If an input is no tensor, or a source has no derivative.
+    """
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    if len(tensors) < len(inputs):
+        wrong = next(value for value in inputs if not isinstance(value, Tensor))
+        raise TypeError(f"inputs must be a tensor or a tuple of tensors, got {type(wrong).__name__}")
+    if not tensors or tensors[0].dim() == 0 or len(tensors[0]) == 0:
+        raise ValueError("inputs hold no example: pass a batch of at least one")
+    if has_source_layer:
+        return
+    for value in tensors:
+        _check_source(value)
+    if len({len(value) for value in tensors}) > 1:
+        raise ValueError(
+            f"inputs differ in their number of examples, {sorted(map(len, tensors))}: the first dimension of "
+            "each is the batch"
+        )
+
+
+def _check_source(value: Tensor) -> None:
+    if not value.is_floating_point():
+        raise TypeError(
+            f"inputs of type {value.dtype} have no derivative: name the module that embeds them (or "
+            "another one before the target) as source_layer"
+        )
+    if value.dim() != 3:
+        raise ValueError(
+            f"inputs must be [batch, position, width] to be sources, got {list(value.shape)}: insert "
+            "the missing axis, or name a source_layer"
+        )
+    if not value.shape[1]:
+        raise ValueError("inputs hold no position: pass sequences of at least one token")
