@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+
+# On tensors as small as most of these, a second thread costs far more than it gives, above all on a busy
+# machine. PyTorch reads this when it is imported, here and in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -10,9 +14,6 @@ from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForM
 
 from captum_hta import load_model
 from captum_hta.integrations import TransformerLensModel
-
-# On tensors as small as most of these, a second thread costs far more than it gives.
-torch.set_num_threads(1)
 
 PAIR = ("The cat sat.", "It slept.")
 SHORT = "Dogs bark."
@@ -67,15 +68,6 @@ def tiny_roberta(cls: type = RobertaForMaskedLM) -> torch.nn.Module:
         max_position_embeddings=40, initializer_range=0.5, pad_token_id=1, type_vocab_size=1,
     )  # fmt: skip
     return cls(config).double().eval()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Products of tiny models gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

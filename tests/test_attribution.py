@@ -31,15 +31,6 @@ NORMS = ("frobenius", "spectral", "sum")
 BATCH, TOKENS, WIDTH, HEADS = 3, 4, 8, 2
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other over tensors this small take nine tenths of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # --- models and references ------------------------------------------------------------------------
 
 

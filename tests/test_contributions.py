@@ -22,8 +22,6 @@ from captum_hta.jacobian.norms import NORMS
 from captum_hta.model.encoding import Encoding
 from captum_hta.texts import BATCH_TOKENS, PADDING_SHARE, batches
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SOURCES = ("input", "previous_layer")
 TARGETS = ("head", "layer")
 REAL = "Dogs bark"

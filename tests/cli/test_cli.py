@@ -29,8 +29,6 @@ from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.protocol import Check, Model
 from captum_hta.report import one_study as report
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 GOOD = (
     b'{"premise": "Dogs bark.", "hypothesis": "Loud!", "label": "neutral"}',
     b'{"text": "Rain falls here."}',
@@ -137,7 +135,7 @@ def process(*arguments: str, folder: Path) -> Done:
         [sys.executable, "-m", "captum_hta.cli", *arguments],
         capture_output=True,
         cwd=folder,
-        env=os.environ | {"COLUMNS": "200", "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
         check=False,
     )
     return Done(done.returncode, done.stdout.decode(), done.stderr.decode())

@@ -28,8 +28,6 @@ from captum_hta.integrations.transformer_lens import availability
 from captum_hta.integrations.transformers import pretrained
 from captum_hta.model.encoding import Encoding
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CLASSES = (
     "BertForMaskedLM",
     "BertModel",

@@ -105,26 +105,34 @@ def test_unknown_precision() -> None:
 
 
 MEMORY = """
-import resource, torch
-from captum_hta import contributions
-from captum_hta import load_model
+import resource
+from types import SimpleNamespace
+import psutil, torch
+from captum_hta import contributions, load_model
+from captum_hta.jacobian.plan import memory_budget
+psutil.virtual_memory = lambda: SimpleNamespace(available=2 << 30, free=0)
 model = load_model()
-text = " ".join(["word"] * 510)
-assert len(model.encode(text)) == 512
+text = " ".join(["word"] * 254)
+assert len(model.encode(text)) == 256
 with torch.inference_mode():
     batch = model.batch([model.encode(text)])
     model.forward(*batch.inputs, *batch.extra)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 contributions(model, [text], source="previous_layer")
 contributions(model, [text], source="input", layers=1, n_probes=1)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+print(growth, memory_budget(torch.device("cpu")))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 def test_memory_of_a_long_text() -> None:
-    """512 tokens, both sources: peak memory grows by less than the budget."""
+    """256 tokens, both sources: peak memory grows by less than the budget of a machine with 2 GiB available.
+
+    In a process of its own, since the peak is that of a whole process.
+    """
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < memory_budget(torch.device("cpu"))
+    growth, budget = map(float, done.stdout.split()[-2:])
+    assert growth < budget == MEMORY_SHARE * (2 << 30)

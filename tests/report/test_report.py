@@ -20,8 +20,6 @@ from captum_hta.report.sections import LAYER_COLUMNS
 from captum_hta.study.findings import findings
 from captum_hta.study.run import Setting, Study, run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 EXACT = Setting(n_probes=None)
 RECORD = {"model": "a <tiny> BERT & co", "arguments": {"data": "<none>"}, "counts": {"examples": 5}}

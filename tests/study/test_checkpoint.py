@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from families import tiny
 from tokenizing import byte_level
 
 from captum_hta import load_model
+from captum_hta.cli import main
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.study import identifiability
 from captum_hta.study import run as study
@@ -30,7 +30,6 @@ from captum_hta.study.run import Setting, Study, run
 
 TEXTS = [" ".join(f"w{n}" for n in range(number, number + 2 + number % 5)) for number in range(20)]
 SETTING = Setting(n_probes=2)
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -173,34 +172,44 @@ def test_a_part_that_cannot_be_read_is_said(tmp_path: Path) -> None:
         shards.read(1)
 
 
+KILLED = """
+import os, signal, sys
+from captum_hta.cli import main
+from captum_hta.study import identifiability, run
+run.PART, identifiability.EPOCHS = 1, 1
+replace, moment = os.replace, sys.argv.pop(1)
+def kill(part, path):
+    if str(path).endswith("000001.safetensors"):
+        if moment == "after":
+            replace(part, path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(part, path)
+os.replace = kill
+main(sys.argv[1:])
+"""
+"""A study that ends itself by ``kill -9`` before or after its second part gets its name."""
+
+
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """``kill -9`` and the same command again give the tables of an undisturbed run."""
+def test_killed(tmp_path: Path) -> None:
+    """``kill -9``, twice, and the same command again give the tables of an undisturbed run."""
     tokenizer = byte_level(pad="<|end|>")
     config = tiny("BART").config
     config.vocab_size = len(tokenizer)
     transformers.BartModel(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    texts = [json.dumps({"text": f"the cat sat {number} times"}) for number in range(70)]
+    texts = [json.dumps({"text": f"the cat sat {number} times"}) for number in range(6)]
     (tmp_path / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "captum_hta.cli",
-        "study",
-        str(tmp_path / "texts.jsonl"),
-        "--probes",
-        "2",
-    ]
-    command += ["--model", str(tmp_path / "model"), "--part", "encoder"]
+    command = ["study", str(tmp_path / "texts.jsonl"), "--probes", "2", "--part", "encoder"]
+    command += ["--model", str(tmp_path / "model"), "--out"]
     plain, killed = tmp_path / "plain", tmp_path / "killed"
-    process = subprocess.Popen([*command, "--out", str(killed)], stderr=subprocess.DEVNULL, env=ONE_THREAD)
-    while process.poll() is None and not list(killed.glob("parts/*.safetensors")):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (killed / "report.html").exists()
+    for moment, parts in (("before", 1), ("after", 2)):
+        child = [sys.executable, "-c", KILLED, moment, *command, str(killed)]
+        done = subprocess.run(child, capture_output=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert len(list((killed / "parts").glob("*.safetensors"))) == parts
+        assert not (killed / "report.html").exists()
     for folder in (killed, plain):
-        subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True, env=ONE_THREAD)
+        assert main([*command, str(folder)]) == 0
     for table in plain.glob("*.csv"):
         assert table.read_bytes() == (killed / table.name).read_bytes()

@@ -22,8 +22,6 @@ from captum_hta.study.effective import EffectiveAgreement
 from captum_hta.study.patterns import Patterns, delimiters
 from captum_hta.study.run import Setting, Study, run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 EXACT = Setting(n_probes=None)
 QUANTITIES = {"attention": "attention", "input": "values"}
