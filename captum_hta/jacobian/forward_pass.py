@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -12,7 +13,13 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from captum_hta.jacobian.linearize.linearization import Linearization
-from captum_hta.jacobian.linearize.recorder import Recorder, TrainingWatch, refuse_batch_statistics
+from captum_hta.jacobian.linearize.lost_derivatives import (
+    Dependence,
+    DerivativeWatch,
+    LostDerivativeError,
+    named_losses,
+)
+from captum_hta.jacobian.linearize.recorder import Recorder, refuse_batch_statistics
 from captum_hta.jacobian.torch_internals import tree_map
 from captum_hta.model.sites import (
     LastTarget,
@@ -24,6 +31,7 @@ from captum_hta.model.sites import (
     without_autocast,
 )
 
+logger = logging.getLogger(__name__)
 Enter = Callable[[Tensor], Tensor]
 
 
@@ -112,21 +120,42 @@ class ForwardPass:
 
         Raises:
             ValueError: If a module is not called, is called before the source, or does not hold one
-                tensor ``[batch, position, width]``.
+                tensor ``[batch, position, width]``; or if the derivative is lost on the way.
         """
         with _undisturbed(self.inputs), torch.enable_grad():
             entered: list[Tensor] = []
+            watch = DerivativeWatch()
 
             def enter(x: Tensor) -> Tensor:
                 entered.append(x.detach().clone().requires_grad_())
+                watch.mark_source(entered[-1])
                 return entered[-1].clone()  # which the model may write to
 
-            with TrainingWatch():  # type: ignore[no-untyped-call]
+            with watch:
                 targets = self._run(enter)
             for layer, target in zip(self.layers, targets, strict=True):
+                self._check_dependence(layer, watch.dependence(target))
                 if not target.requires_grad:
                     raise self.no_path(layer)
-            yield entered, targets
+            with named_losses():
+                yield entered, targets
+
+    def _check_dependence(self, layer: Site, found: Dependence | None) -> None:
+        """Raise a :class:`LostDerivativeError` if the derivative is lost on the way to a target."""
+        if found is not None and found.lost is not None:
+            module = found.lost.module
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            where = "" if module is None else f" of {self.name(Site(module))} ({kind})"
+            raise LostDerivativeError(
+                f"the derivative is lost in the operator {found.lost.operator}{where}, through which "
+                f"{self.name(layer)} depends on the source: load the model in floating point, without "
+                "quantisation, or choose a source or a target that it does not lie between"
+            )
+        if found is not None and found.stopped:
+            logger.warning(
+                "values on the way to %s are detached or computed under no_grad: they are taken as constant",
+                self.name(layer),
+            )
 
     def _run(self, enter: Enter) -> list[Tensor]:
         """Run up to the last target; ``enter`` replaces each source by a tensor of the caller's."""

@@ -197,14 +197,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch g
                 )
 
 
-class TrainingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses a forward pass of a model in training mode: with an active dropout or batch statistics."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_training(function, args)
-        return function(*args, **(kwargs or {}))
-
-
 def refuse_batch_statistics(model: Module) -> None:
     """Check before the forward pass, which would change running statistics, that there are none to change.
 
