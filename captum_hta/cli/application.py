@@ -6,6 +6,7 @@ To show the help, nothing but typer and rich is imported: each command imports w
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import typer
 
 from captum_hta import __version__
 from captum_hta.cli.compare import compare
-from captum_hta.cli.console import say, warn
+from captum_hta.cli.console import say, tolerate_encodings, warn
 from captum_hta.cli.doctor import doctor
 from captum_hta.cli.errors import UserError
 from captum_hta.cli.explain import explain
@@ -48,8 +49,20 @@ def _root(
 def run(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status, as :func:`captum_hta.cli.main` does."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    tolerate_encodings()
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    return _guarded(lambda: app(arguments), "--debug" in arguments)
+    try:
+        status = _guarded(lambda: app(arguments), "--debug" in arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who read the output, such as head, has ended
+        _discard_output()
+        return FAILED
+
+
+def _discard_output() -> None:
+    """Let Python flush what is left to nowhere at exit (as its manual says, signal: "Note on SIGPIPE")."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _guarded(call: Callable[[], object], debug: bool) -> int:
@@ -58,6 +71,8 @@ def _guarded(call: Callable[[], object], debug: bool) -> int:
         return 0
     except SystemExit as stop:  # from typer, which has already explained wrong usage
         return stop.code if isinstance(stop.code, int) else FAILED
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if debug:
             traceback.print_exc()

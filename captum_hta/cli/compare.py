@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from captum_hta.cli.console import add_row, progress, rounded, say, show, table
 from captum_hta.cli.evaluation import DEFAULT_PROBES, Evaluation, EvaluationOptions
 from captum_hta.cli.options import (
@@ -18,6 +16,7 @@ from captum_hta.cli.options import (
     Layers,
     Limit,
     ModelName,
+    OutputFolder,
     Part,
     Seed,
     Strict,
@@ -27,6 +26,7 @@ from captum_hta.cli.options import (
 if TYPE_CHECKING:
     import pandas as pd
 
+FILES = ("agreement.csv", "matrix.csv", "matrix.png", "run.json")
 COLUMNS = {
     "method": "method",
     "pearson": "Pearson",
@@ -39,9 +39,7 @@ COLUMNS = {
 
 def compare(
     data: Data = None,
-    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path(
-        "hta-compare"
-    ),
+    output: OutputFolder = Path("hta-compare"),
     limit: Limit = None,
     strict: Strict = False,
     layers: Layers = None,
@@ -64,7 +62,7 @@ def compare(
     options = EvaluationOptions(
         data, limit, strict, layers, model, part, adapter, device, seed, probes, exact
     )
-    run = Evaluation.prepared(options, output)
+    run = Evaluation.prepared(options, output, FILES)
     from captum_hta.evaluation.comparison import compare_methods
     from captum_hta.report.methods import agreement_figure
 

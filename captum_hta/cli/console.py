@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,16 +19,31 @@ if TYPE_CHECKING:
 
 _out = Console(soft_wrap=False)
 _err = Console(stderr=True)
+OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that a terminal obeys: controls (C0 and C1), line separators, marks of the writing direction
+(Unicode Standard Annex 9); and lone surrogates, which no encoding has."""
+
+
+def visible(text: str) -> str:
+    r"""A text with an escape such as ``\x1b`` in the place of each character that a terminal would obey."""
+    return OBEYED.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+
+
+def tolerate_encodings() -> None:
+    """Let both streams write what their encoding lacks as an escape, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(line: str, style: str = "") -> None:
-    """Print a line of results as it is: brackets and colons have no meaning."""
-    _out.print(Text(line, style), soft_wrap=True)
+    """Print a line of results as it is: brackets, colons and control characters have no meaning."""
+    _out.print(Text(visible(line), style), soft_wrap=True)
 
 
-def warn(line: str) -> None:
-    """Print a line on the error stream as it is."""
-    _err.print(Text(line), soft_wrap=True)
+def warn(message: str) -> None:
+    """Print a message, of one line or more, on the error stream as it is."""
+    _err.print(Text("\n".join(map(visible, message.split("\n")))), soft_wrap=True)
 
 
 def waiting(line: str) -> AbstractContextManager[object]:
@@ -36,12 +53,12 @@ def waiting(line: str) -> AbstractContextManager[object]:
 
 def table(title: str, header: bool = True) -> Table:
     """An empty table with a title."""
-    return Table(title=Text(title, "table.title"), title_justify="left", show_header=header)
+    return Table(title=Text(visible(title), "table.title"), title_justify="left", show_header=header)
 
 
 def add_row(to: Table, *cells: str) -> None:
     """Add a row of cells, each shown as it is."""
-    to.add_row(*map(Text, cells))
+    to.add_row(*(Text(visible(cell)) for cell in cells))
 
 
 def show(shown: Table) -> None:

@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from captum_hta.cli.checks import check_file
 from captum_hta.cli.console import counted, warn
 from captum_hta.cli.errors import UserError
 
@@ -16,6 +15,13 @@ if TYPE_CHECKING:
     from captum_hta.model.encoding import Text
     from captum_hta.model.protocol import Model
     from captum_hta.study.corpus import BadLine, Choice
+
+
+CHARACTERS = 1000
+"""Characters that a text may have for each token that the model reads; tokens rarely have more than ten.
+Tokenising takes many times the memory of a text, so that longer ones are refused before it."""
+LONGEST = 10_000
+"""Tokens that a model without a limit reads, for the same purpose."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,22 @@ class Corpus:
 
 
 def check_source(source: Path | str | None) -> None:
-    """Raise a ``UserError`` if a file cannot be read; datasets are not looked up."""
-    if isinstance(source, Path):
-        check_file(source)
+    """Check that a file can be read and is of JSON lines; pipes can be read only once, datasets only by name.
+
+    Raises:
+        UserError: If it cannot be read.
+        CorpusError: If it is in another encoding or of another format.
+    """
+    from captum_hta.study.corpus import STANDARD_INPUT
+    from captum_hta.study.json_lines import check_format
+
+    if not isinstance(source, Path) or source == STANDARD_INPUT or source.is_fifo():
+        return
+    try:
+        with source.open("rb") as file:
+            check_format(file, str(source))
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror or error}") from error
 
 
 def read_corpus(source: Path | str | None, model: Model, reading: Reading) -> Corpus:
@@ -90,6 +109,9 @@ def _choice(model: Model, reading: Reading, found: Corpus) -> Choice:
     def check(text: Text) -> str | None:
         if not model.reader.accepts(text):
             return f"it is not {model.reader.reads}"
+        characters = len(text) if isinstance(text, str) else sum(map(len, text))
+        if characters > CHARACTERS * (model.max_length or LONGEST):
+            return f"{characters} characters, far more than {model.name} reads"
         length = length_of(text)
         if not reading.truncation and model.max_length is not None and length > model.max_length:
             return f"{length} tokens, but {model.name} reads at most {model.max_length}"
@@ -104,7 +126,7 @@ def _choice(model: Model, reading: Reading, found: Corpus) -> Choice:
 
 
 def _check_corpus(source: Path | str, found: Corpus, reading: Reading) -> None:
-    name = source.name if isinstance(source, Path) else source
+    name = _name(source)
     for line in found.bad:
         warn(f"{name}, {line}")
     if found.bad and reading.strict:
@@ -113,6 +135,15 @@ def _check_corpus(source: Path | str, found: Corpus, reading: Reading) -> None:
         )
     if not found.texts:
         raise UserError(_why_empty(source, found, reading))
+
+
+def _name(source: Path | str) -> str:
+    """What messages about lines call a source."""
+    from captum_hta.study.corpus import STANDARD_INPUT
+
+    if source == STANDARD_INPUT:
+        return "standard input"
+    return source.name if isinstance(source, Path) else source
 
 
 def _why_empty(source: Path | str, found: Corpus, reading: Reading) -> str:

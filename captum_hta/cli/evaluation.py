@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,8 +86,8 @@ class Evaluation:
     started: float = field(default_factory=time.perf_counter)
 
     @classmethod
-    def prepared(cls, options: EvaluationOptions, output: Path) -> Evaluation:
-        """Check the options, load the model and read the corpus.
+    def prepared(cls, options: EvaluationOptions, output: Path, files: Sequence[str]) -> Evaluation:
+        """Check the options and the names of the result files, load the model and read the corpus.
 
         Raises:
             UserError: If one of them is not possible.
@@ -97,7 +97,7 @@ class Evaluation:
         options.n_probes  # noqa: B018 - contradictions are refused before the model is loaded
         check_source(options.data)
         options.choice.check(numbers)
-        check_folder(output)
+        check_folder(output, files)
         model = options.choice.load()
         layers = named_layers(numbers, model)
         if model.reader.medium != "text" or model.key_layers is not None:

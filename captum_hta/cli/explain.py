@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from captum_hta.cli.checks import check_figure, probes_or_exact
+from captum_hta.cli.checks import FIGURES, WRITER, check_figure, probes_or_exact
 from captum_hta.cli.console import add_row, counted, say, show, table, waiting
 from captum_hta.cli.errors import UserError
 from captum_hta.cli.estimates import print_forecasts, print_plans, print_standard_error
@@ -27,6 +29,7 @@ from captum_hta.cli.options import (
     TimesInputs,
     Tolerance,
     Truncation,
+    expanded,
     probes_option,
 )
 
@@ -55,7 +58,7 @@ def explain(
     text: Annotated[str, typer.Argument(help="A text, the first of a pair, or the path of an image.")],
     pair: Annotated[str | None, typer.Option(help="The second text of a pair.")] = None,
     output: Annotated[
-        Path, typer.Option("--out", "-o", help="The figure to write, as PNG, SVG or PDF.")
+        Path, typer.Option("--out", "-o", help="The figure to write, as PNG, SVG or PDF.", parser=expanded)
     ] = Path("explain.png"),
     query: Annotated[
         int | None,
@@ -106,6 +109,8 @@ def explain(
     loaded = choice.load()
     check_head(head, loaded.num_heads, loaded.name)
     chosen = [loaded.num_layers // 2] if layers is None else named_layers(numbers, loaded)
+    if loaded.reader.medium == "image":
+        text = os.path.expanduser(text)
     read = text if pair is None else (text, pair)
     encoding = _encoded(loaded, read, truncation)
     query = _query(query, encoding)
@@ -118,8 +123,7 @@ def explain(
         if result.standard_error is not None:
             error = result.standard_error
             print_standard_error(source, error.mean().item(), error.max().item())
-    explanation.figure().savefig(output, dpi=150)
-    explanation.print_figure(output)
+    explanation.write_figure(output)
 
 
 @dataclass(frozen=True)
@@ -268,9 +272,16 @@ class Explanation:
 
         return np.stack([values[index, head].numpy() for index, head in enumerate(self.heads)])
 
-    def print_figure(self, output: Path) -> None:
-        """Print where the figure is, and what its font cannot show."""
+    def write_figure(self, output: Path) -> None:
+        """Write the figure; print where it is, and what its font cannot show."""
+        from captum_hta.study.checkpoint import write_whole
         from captum_hta.views.heatmaps import undrawable
+
+        content = BytesIO()
+        suffix = output.suffix.lower()
+        metadata = {FIGURES[suffix]: WRITER.decode()}
+        self.figure().savefig(content, format=suffix[1:], dpi=150, metadata=metadata)
+        write_whole(output, lambda path: path.write_bytes(content.getvalue()))
 
         if undrawable([*self.encoding.tokens, *self.keys]):
             say("Tokens with letters that the figure's font lacks are shown there by their numbers.", "dim")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from captum_hta.cli.console import add_row, progress, rounded, say, show, table
 from captum_hta.cli.evaluation import DEFAULT_PROBES, Evaluation, EvaluationOptions
 from captum_hta.cli.options import (
@@ -18,6 +16,7 @@ from captum_hta.cli.options import (
     Layers,
     Limit,
     ModelName,
+    OutputFolder,
     Part,
     Seed,
     Strict,
@@ -27,12 +26,12 @@ from captum_hta.cli.options import (
 if TYPE_CHECKING:
     import pandas as pd
 
+FILES = ("faithfulness.csv", "layers.csv", "faithfulness.png", "run.json")
+
 
 def faithfulness(
     data: Data = None,
-    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path(
-        "hta-faithfulness"
-    ),
+    output: OutputFolder = Path("hta-faithfulness"),
     limit: Limit = None,
     strict: Strict = False,
     layers: Layers = None,
@@ -56,7 +55,7 @@ def faithfulness(
     options = EvaluationOptions(
         data, limit, strict, layers, model, part, adapter, device, seed, probes, exact
     )
-    run = Evaluation.prepared(options, output)
+    run = Evaluation.prepared(options, output, FILES)
     from captum_hta.evaluation.faithfulness import faithfulness as measured
     from captum_hta.report.methods import faithfulness_figure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class ModelChoice:
     """A model as the options name it.
 
     Attributes:
-        name: A folder or a name on the hub; ``None`` for the demo model.
+        name: A folder, also below ``~``, or a name on the hub; ``None`` for the demo model.
         device: Where to run; ``None`` for the default.
         adapter: Which adapter; ``None`` for the default.
         part: Part of an encoder-decoder model, or ``None``.
@@ -31,6 +32,11 @@ class ModelChoice:
     device: str | None = None
     adapter: str | None = None
     part: str | None = None
+
+    @property
+    def path(self) -> str | None:
+        """The name, with the home directory in the place of ``~``."""
+        return self.name if self.name is None else os.path.expanduser(self.name)
 
     def check(self, layers: list[int] | None, head: int | None = None) -> None:
         """Check what can be known before any weights are read, from the model's configuration.
@@ -49,7 +55,7 @@ class ModelChoice:
             return
         from captum_hta.integrations.transformers.dimensions import configured_dimensions
 
-        known = configured_dimensions(self.name, self.part)
+        known = configured_dimensions(self.path, self.part)
         if known is not None:
             check_layers(layers, known.layers, known.name)
             check_head(head, known.heads, known.name)
@@ -64,7 +70,7 @@ class ModelChoice:
 
         try:
             with waiting("Loading the model ..."), redirect_stdout(sys.stderr):
-                return load_model(self.name, device=self.device, adapter=self.adapter, part=self.part)
+                return load_model(self.path, device=self.device, adapter=self.adapter, part=self.part)
         except (ValueError, ModuleNotFoundError) as error:
             raise UserError(str(error)) from error
         except (AssertionError, RuntimeError) as error:

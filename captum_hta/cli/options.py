@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def expanded(path: str) -> Path:
+    """A path with the home directory in the place of ``~``, which shells expand only in some arguments."""
+    return Path(os.path.expanduser(path))
+
 
 ModelName = Annotated[
     str | None,
@@ -46,9 +53,11 @@ Data = Annotated[
     Path | None,
     typer.Argument(
         help='JSON lines with "premise" and "hypothesis", or with "text". Default: 64 pairs that come with '
-        "the package."
+        "the package. - reads standard input.",
+        parser=expanded,
     ),
 ]
+OutputFolder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.", parser=expanded)]
 Limit = Annotated[int | None, typer.Option(help="Read only this many examples.", min=1)]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at a bad line.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 from captum_hta.cli.errors import UserError
 
+STANDARD_INPUT = Path("-")
+STANDARD_INPUT = Path("-")
 _Value = TypeVar("_Value")
 
 
@@ -53,6 +55,8 @@ def pairings(
     for name, values in columns.items():
         if len(values) not in ((0, count) if name == "--label" else (0, 1, count)):
             raise UserError(f"{name} is given {len(values)} times for {count} studies: give it once for each")
+    if count > 1 and (sources == [STANDARD_INPUT] or sources.count(STANDARD_INPUT) > 1):
+        raise UserError("standard input can be read only once: save it to a file")
     named = [
         Pairing(_at(models, run), _at(sources, run), _fields(_at(fields, run)), _at(labels, run))
         for run in range(count)

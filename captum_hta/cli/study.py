@@ -37,12 +37,14 @@ from captum_hta.cli.options import (
     Layers,
     Limit,
     Norm,
+    OutputFolder,
     Part,
     Seed,
     Strict,
     TimesInputs,
     Tolerance,
     Truncation,
+    expanded,
     probes_option,
 )
 from captum_hta.cli.pairings import Pairing, pairings
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from captum_hta.study.run import Setting, Study
 
 DEFAULT_PROBES = 16
+FILES = ("*.csv", "*.png", "run.json", "report.html")
+"""Patterns of the files of a study; which there are depends on what is found."""
 COLUMNS = {
     "pearson_previous_layer_median": "previous layer, Pearson",
     "spearman_previous_layer_median": "Spearman",
@@ -70,12 +74,13 @@ def study(
         list[Path] | None,
         typer.Argument(
             help='JSON lines with "premise" and "hypothesis", or with "text". Default: 64 pairs that come '
-            "with the package."
+            "with the package. - reads standard input.",
+            parser=expanded,
         ),
     ] = None,
     more_data: Annotated[
         list[Path] | None,
-        typer.Option("--data", help="The same as an option, for one file per model."),
+        typer.Option("--data", help="The same as an option, for one file per model.", parser=expanded),
     ] = None,
     dataset: Annotated[
         list[str] | None,
@@ -100,7 +105,7 @@ def study(
     label: Annotated[
         list[str] | None, typer.Option(help="What to call each study, where there are several.")
     ] = None,
-    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("hta-study"),
+    output: OutputFolder = Path("hta-study"),
     limit: Limit = None,
     sample: Annotated[
         int | None,
@@ -156,7 +161,8 @@ def study(
     for pair in pairs:
         check_source(pair.source)
         options.choice(pair.model).check(layer_numbers(layers))
-    check_folder(output)
+    for folder in [output, *(output / pair.folder for pair in pairs if len(pairs) > 1)]:
+        check_folder(folder, FILES)
     if len(pairs) == 1:
         OneStudy(pairs[0], output, options, strict).run()
         return
@@ -233,7 +239,6 @@ class OneStudy:
     def run(self) -> StudyPart:
         """Run the study, write the folder and print a summary."""
         started = time.perf_counter()
-        check_folder(self.folder)
         model = self.options.choice(self.pairing.model).load()
         if model.reader.medium != "text":
             raise UserError(

@@ -6,7 +6,6 @@ import io
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from matplotlib.figure import Figure
 
 from captum_hta.report.page import Section, rendered
 from captum_hta.report.sections import beside_the_paper, error_sentences, figures, numbers, rows_left_out
-from captum_hta.study.checkpoint import write_whole
 from captum_hta.study.findings import Found, findings
+from captum_hta.study.outputs import write_outputs
 from captum_hta.study.run import Study, finite
 from captum_hta.views.names import QUANTITY_NAMES
 
@@ -58,15 +57,8 @@ def write(
 
 
 def write_files(folder: Path, images: Mapping[str, bytes], texts: Mapping[str, str]) -> list[Path]:
-    """Write files by their names, each whole or not at all.
-
-    Raises:
-        OSError: If one cannot be written; says what to do.
-    """
-    contents = {**images, **{name: text.encode() for name, text in texts.items()}}
-    for name, content in contents.items():
-        write_whole(folder / name, partial(Path.write_bytes, data=content))
-    return [folder / name for name in contents]
+    """Write files by their names, as :func:`captum_hta.study.outputs.write_outputs` does."""
+    return write_outputs(folder, {**images, **{name: text.encode() for name, text in texts.items()}})
 
 
 def _results(study: Study, found: Sequence[Found]) -> dict[str, Any]:

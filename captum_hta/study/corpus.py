@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import codecs
-import json
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from captum_hta.model.encoding import Text
+from captum_hta.study.json_lines import CorpusError, Record, json_lines
 
 FIELDS = ("premise", "hypothesis")
-
-
-class DatasetError(ValueError):
-    """A dataset cannot be loaded."""
+STANDARD_INPUT = Path("-")
+"""What stands for standard input in the place of a file."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def read_texts(path: Path, choice: Choice) -> tuple[list[Text], list[BadLine]]:
     """Read JSON lines.
 
     Args:
-        path: The file, in UTF-8.
+        path: The file, in UTF-8; :data:`STANDARD_INPUT` reads from there.
         choice: Which examples to take.
 
     Returns:
@@ -68,9 +67,14 @@ def read_texts(path: Path, choice: Choice) -> tuple[list[Text], list[BadLine]]:
 
     Raises:
         OSError: If the file cannot be read.
+        CorpusError: If the file is in another encoding or of another format.
     """
-    with path.open("rb") as file:
-        return _chosen(_json_lines(file), choice)
+    with _opened(path) as file:
+        return _chosen(json_lines(file, "standard input" if path == STANDARD_INPUT else str(path)), choice)
+
+
+def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
+    return nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb")
 
 
 def read_dataset(name: str, choice: Choice) -> tuple[list[Text], list[BadLine]]:
@@ -85,25 +89,25 @@ def read_dataset(name: str, choice: Choice) -> tuple[list[Text], list[BadLine]]:
         The texts in order, and the bad records.
 
     Raises:
-        DatasetError: If ``datasets`` is missing or cannot load it.
+        CorpusError: If ``datasets`` is missing or cannot load it.
     """
     return _chosen(_records(name), choice)
 
 
-def _records(name: str) -> Iterator[tuple[int, Any, str | None]]:
+def _records(name: str) -> Iterator[Record]:
     try:
         from datasets import load_dataset
     except ModuleNotFoundError as error:
-        raise DatasetError('datasets is not installed: pip install "captum-hta[datasets]"') from error
+        raise CorpusError('datasets is not installed: pip install "captum-hta[datasets]"') from error
     path, *rest = name.split(":")
     if len(rest) > 2 or not all([path, *rest]):
-        raise DatasetError(f"{name!r} is not a dataset: write PATH, PATH:SPLIT or PATH:CONFIGURATION:SPLIT")
+        raise CorpusError(f"{name!r} is not a dataset: write PATH, PATH:SPLIT or PATH:CONFIGURATION:SPLIT")
     split, configuration = (rest or ["validation"])[-1], rest[0] if len(rest) == 2 else None
     try:
         records = load_dataset(path, configuration, split=split, streaming=True)
         yield from ((number, record, None) for number, record in enumerate(records, 1))
     except Exception as error:  # of any type: from the network, the hub or a builder
-        raise DatasetError(f"the dataset {name} cannot be loaded: {error}") from error
+        raise CorpusError(f"the dataset {name} cannot be loaded: {error}") from error
 
 
 @dataclass
@@ -133,9 +137,7 @@ class _Drawn:
         return [text for _, text in sorted(self.kept, key=lambda one: one[0])]
 
 
-def _chosen(
-    records: Iterable[tuple[int, Any, str | None]], choice: Choice
-) -> tuple[list[Text], list[BadLine]]:
+def _chosen(records: Iterable[Record], choice: Choice) -> tuple[list[Text], list[BadLine]]:
     """The texts and bad lines among numbered records, each with its problem or ``None``."""
     drawn = _Drawn(choice.limit, None if choice.sample is None else random.Random(choice.sample))
     bad: list[BadLine] = []
@@ -149,24 +151,6 @@ def _chosen(
         if drawn.full:
             break
     return drawn.texts(), bad
-
-
-def _json_lines(file: Iterable[bytes]) -> Iterator[tuple[int, Any, str | None]]:
-    for number, line in enumerate(file, 1):
-        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if line.strip():
-            yield number, *_parse(line)
-
-
-def _parse(line: bytes) -> tuple[Any, str | None]:
-    try:
-        return json.loads(line), None
-    except UnicodeDecodeError:
-        return None, "not UTF-8"
-    except json.JSONDecodeError as error:
-        return None, f"not JSON: {error.msg} at column {error.colno}"
-    except (ValueError, RecursionError) as error:
-        return None, f"not JSON that can be read: {error}"
 
 
 def _text(record: Any, fields: Sequence[str] | None) -> tuple[Text, str | None]:

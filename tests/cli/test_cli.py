@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import gzip
+import io
 import json
 import os
 import re
@@ -28,6 +30,7 @@ from captum_hta import __version__, cli, computation, contributions, open_study
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.protocol import Check, Model
 from captum_hta.report import one_study as report
+from captum_hta.study.outputs import MANIFEST
 
 GOOD = (
     b'{"premise": "Dogs bark.", "hypothesis": "Loud!", "label": "neutral"}',
@@ -262,7 +265,7 @@ def test_study_writes_every_file(studied: tuple[Done, Path]) -> None:
     """Tables, figures, record and report, and nothing else."""
     _, folder = studied
     names = sorted(path.name for path in folder.iterdir())
-    assert names == sorted([*TABLES, *FURTHER, *FIGURES, "run.json", "report.html", "parts"])
+    assert names == sorted([*TABLES, *FURTHER, *FIGURES, "run.json", "report.html", "parts", MANIFEST])
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -775,6 +778,141 @@ def test_study_of_a_part(command: Command, tmp_path: Path, bart: str, part: str)
     assert "1 text cut" in done.out
 
 
+# --- files of the user ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("study",), "layers.csv"),
+        (("study",), "report.html"),
+        (("study",), "run.json"),
+        (("study",), ".captum-hta.json"),
+        (("compare",), "matrix.png"),
+        (("compare",), "run.json"),
+        (("faithfulness",), "layers.csv"),
+    ],
+    ids=str,
+)
+def test_files_of_the_user_are_kept(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], name: str
+) -> None:
+    """A file in the place of a result is named before a model is loaded, and stays as it is."""
+    monkeypatch.setattr(captum_hta, "load_model", lambda *args, **options: pytest.fail("loaded"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    command(*arguments, "--out", "out").fails(f"out/{name}", "move it")
+    assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["study", "compare", "faithfulness"])
+def test_links_are_not_followed(command: Command, tmp_path: Path, name: str) -> None:
+    """A symbolic link in the place of a result is neither written through nor replaced."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").symlink_to(tmp_path / "mine")
+    command(name, "--out", "out").fails("out/run.json is a symbolic link")
+    assert (tmp_path / "out" / "run.json").is_symlink()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_other_files_are_left_alone(command: Command, tmp_path: Path) -> None:
+    """Trying whether a folder can be written touches no file that is there."""
+    (tmp_path / "out").mkdir()
+    names = (".writable", "notes.txt", "data.json")
+    for name in names:
+        (tmp_path / "out" / name).write_text("mine")
+    data = written(tmp_path, *GOOD)
+    for _ in range(2):
+        assert command("compare", data, *FAST, "--out", "out").code == 0
+    assert all((tmp_path / "out" / name).read_text() == "mine" for name in names)
+
+
+def test_changed_results_are_the_users(command: Command, tmp_path: Path) -> None:
+    """A result that was edited since is not replaced."""
+    data = written(tmp_path, *GOOD)
+    assert command("compare", data, *FAST, "--out", "out").code == 0
+    (tmp_path / "out" / "agreement.csv").write_text("edited")
+    command("compare", data, *FAST, "--out", "out").fails("out/agreement.csv", "changed since")
+    assert (tmp_path / "out" / "agreement.csv").read_text() == "edited"
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.svg", "a.pdf"])
+def test_explain_replaces_its_own_figures_alone(command: Command, tmp_path: Path, name: str) -> None:
+    """And no other file, nor a link."""
+    for _ in range(2):
+        assert command("explain", "Go", *FAST, "--out", name).code == 0
+    found = (tmp_path / name).read_bytes()
+    (tmp_path / f"link{name}").symlink_to(tmp_path / name)
+    command("explain", "Go", *FAST, "--out", f"link{name}").fails("link", "not written by captum-hta")
+    assert (tmp_path / name).read_bytes() == found
+    (tmp_path / name).write_bytes(b"mine")
+    command("explain", "Go", *FAST, "--out", name).fails(name, "not written by captum-hta")
+    assert (tmp_path / name).read_bytes() == b"mine"
+
+
+# --- where texts come from -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\n".join(GOOD).decode().encode("utf-16"), ("data.jsonl is in UTF-16",)),
+        (gzip.compress(b"\n".join(GOOD)), ("data.jsonl is compressed (gzip)",)),
+        (b"premise,hypothesis\na,b\n", ("data.jsonl is not JSON lines but looks like CSV",)),
+    ],
+    ids=["UTF-16", "gzip", "CSV"],
+)
+def test_a_file_of_another_kind_is_one_error(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, words: tuple[str, ...]
+) -> None:
+    """Before a model is loaded, and not a line at a time."""
+    monkeypatch.setattr(captum_hta, "load_model", lambda *args, **options: pytest.fail("loaded"))
+    (tmp_path / "data.jsonl").write_bytes(content)
+    for name in ("study", "compare"):
+        done = command(name, "data.jsonl", "--out", "out")
+        done.fails(*words)
+        assert "line 1" not in done.err
+
+
+def test_standard_input(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """- in the place of a file."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n".join([GOOD[0], b"{", GOOD[1]]))))
+    done = command("compare", "-", *FAST, "--out", "out")
+    assert done.code == 0
+    assert "standard input, line 2: not JSON" in done.err
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["counts"]["examples"] == 2
+
+
+def test_home_is_expanded(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In data, output and model, also where the shell leaves ``~`` as it is."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    written(home, *GOOD)
+    (home / "model").symlink_to(MINILM)
+    done = command("compare", "~/data.jsonl", *FAST, "--out", "~/out", "--model", "~/model")
+    assert done.code == 0
+    assert (home / "out" / "run.json").exists()
+
+
+def test_texts_of_many_characters_are_not_tokenised(
+    command: Command, tmp_path: Path, minilm: TransformerLensModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenising 100 MB would take 18 GB, so characters are counted first; cutting does not help."""
+    encode = type(minilm).encode
+
+    def short_alone(model: Model, text: Any, *options: Any) -> Any:
+        assert len(text) < 1_000_000
+        return encode(model, text, *options)
+
+    monkeypatch.setattr(type(minilm), "encode", short_alone)
+    data = written(tmp_path, GOOD[1], b'{"text": "' + 300_000 * b"dogs " + b'"}')
+    done = command("study", data, *FAST, "--truncation", "--out", "out")
+    assert done.code == 0
+    assert "line 2: 1500000 characters, far more than all-MiniLM-L6-v2 reads" in done.err
+
+
 # --- failures ------------------------------------------------------------------------------------
 
 EXPLAIN_FAILS = {
@@ -1012,7 +1150,7 @@ def test_methods(command: Command, tmp_path: Path, name: str, files: set[str], w
     done = command(name, data, "--layers", "0,2", "--probes", "2", "--out", str(output))
     assert done.code == 0
     assert done.is_calm()
-    assert {path.name for path in output.iterdir()} == files | {"run.json"}
+    assert {path.name for path in output.iterdir()} == files | {"run.json", MANIFEST}
     for word in ("HTA, previous layer", "value zeroing", *words):
         assert word in " ".join(done.out.split())
     record = json.loads((output / "run.json").read_text())

@@ -61,10 +61,12 @@ def test_labels_are_those_given() -> None:
         ({"files": (A, B), "fields": ("a", "b", "c")}, "--data is given 2 times for 3 studies"),
         ({"files": (A, A)}, "give each its own --label"),
         ({"files": (A, B), "labels": ("x/y", "x y")}, "two studies would be called 'x-y'"),
+        ({"models": ("m", "n"), "files": (Path("-"),)}, "standard input can be read only once"),
+        ({"files": (Path("-"), A, Path("-")), "labels": ("x", "y", "z")}, "only once"),
         ({"fields": ("a,b,c",)}, "must name one field or two"),
         ({"fields": ("a,",)}, "must name one field or two"),
     ],
-    ids=["models", "labels", "fields", "twice", "alike", "three", "empty"],
+    ids=["models", "labels", "fields", "twice", "alike", "stdin", "stdin twice", "three", "empty"],
 )
 def test_what_does_not_fit(asked: dict, words: str) -> None:
     """The option and the numbers are named."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from captum_hta.study.corpus import Choice, DatasetError, read_dataset, read_texts, shipped_pairs
+from captum_hta.study.corpus import STANDARD_INPUT, Choice, read_dataset, read_texts, shipped_pairs
+from captum_hta.study.json_lines import CorpusError
 
 
 def lines(folder: Path, *content: bytes) -> Path:
@@ -38,7 +43,7 @@ def lines(folder: Path, *content: bytes) -> Path:
     ids=["pair", "order", "text", "both", "bom", "crlf", "utf-8", "escapes", "breaks", "spaces"],
 )
 def test_good_lines(tmp_path: Path, line: bytes, text: Any) -> None:
-    """A line is an example in whatever mode JSON may be written."""
+    """A line is an example however its JSON is written."""
     assert read_texts(lines(tmp_path, line), Choice()) == ([text], [])
 
 
@@ -66,7 +71,7 @@ def test_good_lines(tmp_path: Path, line: bytes, text: Any) -> None:
     ],
 )
 def test_bad_lines_have_number_and_reason(tmp_path: Path, line: bytes, problem: str) -> None:
-    """They are told apart from the good ones around them; blank lines count but say nothing."""
+    """Bad lines are reported with number and reason; blank lines count but are not reported."""
     path = lines(tmp_path, b'{"text": "a"}', b"", b" \t\r", line, b'{"text": "b"}', b"")
     texts, (bad,) = read_texts(path, Choice())
     assert texts == ["a", "b"]
@@ -128,6 +133,76 @@ def test_shipped_pairs() -> None:
     labels = Counter(record["label"] for record in records)
     assert sorted(labels) == ["contradiction", "entailment", "neutral"]
     assert max(labels.values()) - min(labels.values()) <= 1
+
+
+# --- encodings and formats ------------------------------------------------------------------------
+
+
+TEXTS = ["first line of text", "plain english line", "日本語 text here", "the last"]
+ALL = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "found"),
+    [
+        ("utf-16", "UTF-16"),
+        ("utf-32", "UTF-32"),
+        ("utf-16-le", "UTF-16LE"),
+        ("utf-16-be", "UTF-16BE"),
+        ("utf-32-le", "UTF-32LE"),
+        ("utf-32-be", "UTF-32BE"),
+    ],
+)
+def test_another_encoding_is_one_error(tmp_path: Path, encoding: str, found: str) -> None:
+    """It names the encoding found and how to convert the file; no line is guessed."""
+    path = lines(tmp_path, ALL.encode(encoding))
+    with pytest.raises(CorpusError, match=rf"texts.jsonl is in {found}, not in UTF-8: .*iconv -f {found} "):
+        read_texts(path, Choice())
+
+
+def test_no_line_is_read_in_an_encoding_of_its_own(tmp_path: Path) -> None:
+    """A single line in UTF-16 is a bad line, though JSON could be guessed from its zeros."""
+    path = lines(tmp_path, b'{"text": "a"}', '{"text": "b"}'.encode("utf-16-le"), b'{"text": "c"}')
+    texts, bad = read_texts(path, Choice())
+    assert texts == ["a", "c"]
+    assert [line.number for line in bad] == [2]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress(ALL.encode()), r"compressed \(gzip\): unpack it first, with gunzip"),
+        (bz2.compress(ALL.encode()), r"compressed \(bzip2\)"),
+        (lzma.compress(ALL.encode()), r"compressed \(xz\)"),
+        (b"PK\x03\x04...", r"compressed \(zip\)"),
+        (b"PAR1\x00\x15", "a binary file"),
+        (b"premise,hypothesis\na,b\nc,d\n", "looks like CSV"),
+        (b"premise\thypothesis\na\tb\n", "looks like CSV"),
+        (b"Dogs bark\nCats meow\n", "not JSON lines: each line must be a JSON object"),
+        (b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n', "is a JSON array: write each object on a line"),
+        (b'[{"text": "a"}, {"text": "b"}]', "is a JSON array"),
+    ],
+    ids=["gzip", "bzip2", "xz", "zip", "binary", "csv", "tsv", "plain", "array", "array in a line"],
+)
+def test_another_format_is_one_error(tmp_path: Path, content: bytes, words: str) -> None:
+    """Of the file, not of each of its lines."""
+    with pytest.raises(CorpusError, match=words):
+        read_texts(lines(tmp_path, content), Choice())
+
+
+def test_bad_lines_first_are_no_other_format(tmp_path: Path) -> None:
+    """One good line among the first shows that the file is of JSON lines."""
+    texts, bad = read_texts(lines(tmp_path, b"# header", b"a, b", b'{"text": "a"}'), Choice())
+    assert (texts, len(bad)) == (["a"], 2)
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read as a file is, and named as what it is."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(ALL.encode())))
+    assert read_texts(STANDARD_INPUT, Choice())[0] == TEXTS
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a,b\nc,d")))
+    with pytest.raises(CorpusError, match="standard input is not JSON lines"):
+        read_texts(STANDARD_INPUT, Choice())
 
 
 # --- a choice -------------------------------------------------------------------------------------
@@ -229,19 +304,19 @@ def test_records_of_a_dataset_can_be_bad(dataset: str) -> None:
 def test_names_of_no_dataset(name: str) -> None:
     """How to write it is said."""
     pytest.importorskip("datasets")
-    with pytest.raises(DatasetError, match="write PATH"):
+    with pytest.raises(CorpusError, match="write PATH"):
         read_dataset(name, Choice())
 
 
 def test_a_dataset_that_cannot_be_loaded(tmp_path: Path) -> None:
     """Whatever went wrong, it is an error of one kind that names the dataset."""
     pytest.importorskip("datasets")
-    with pytest.raises(DatasetError, match=r"nothing:test cannot be loaded"):
+    with pytest.raises(CorpusError, match=r"nothing:test cannot be loaded"):
         read_dataset(f"{tmp_path}/nothing:test", Choice())
 
 
 def test_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What to install is said."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DatasetError, match=r"pip install .captum-hta\[datasets\]"):
+    with pytest.raises(CorpusError, match=r"pip install .captum-hta\[datasets\]"):
         read_dataset("a", Choice())
