@@ -60,7 +60,7 @@ def _facts(model: Model) -> dict[str, str]:
 def _forecasts(model: Model) -> dict[str, str]:
     """About what contributions will cost; cross attention has no forecast."""
     from captum_hta.jacobian.forecast import forecast
-    from captum_hta.study.run import SOURCES
+    from captum_hta.study.settings import SOURCES
     from captum_hta.views.names import QUANTITY_NAMES
 
     if model.key_layers is not None:

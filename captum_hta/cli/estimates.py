@@ -37,7 +37,7 @@ def print_forecasts(
         return
     from captum_hta.jacobian.forecast import forecast
     from captum_hta.jacobian.probes import FIRST_PROBES
-    from captum_hta.study.run import SOURCES
+    from captum_hta.study.settings import SOURCES
 
     if n_probes is None and tolerance is not None:
         n_probes = FIRST_PROBES

@@ -129,7 +129,7 @@ class Evaluation:
 
     def write(self, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Figure]) -> None:
         """Write the folder."""
-        from captum_hta.report.one_study import png, write_files
+        from captum_hta.report.files import png, write_files
 
         images = {name: png(figure) for name, figure in figures.items()}
         texts = {name: one.to_csv(index=False) for name, one in tables.items()}
@@ -140,7 +140,7 @@ class Evaluation:
         say(f"Results: {self.output}")
 
     def _record(self) -> dict[str, object]:
-        from captum_hta.report.one_study import versions
+        from captum_hta.report.files import versions
 
         return {
             "model": self.model.name,

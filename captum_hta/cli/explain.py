@@ -141,7 +141,7 @@ class Estimate:
     ) -> dict[str, Contributions]:
         """The contributions from each source; prints about what they cost."""
         from captum_hta.computation import contributions
-        from captum_hta.study.run import SOURCES
+        from captum_hta.study.settings import SOURCES
 
         print_forecasts(model, [len(encoding)], layers, self.norm, self.n_probes, self.tolerance)
         with waiting("Attributing ..."):

@@ -48,16 +48,16 @@ from captum_hta.cli.options import (
     probes_option,
 )
 from captum_hta.cli.pairings import Pairing, pairings
+from captum_hta.study.settings import DEFAULT_PROBES, StudySettings
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from captum_hta.model.encoding import Text
     from captum_hta.model.protocol import Model
-    from captum_hta.report.several_studies import Part as StudyPart
-    from captum_hta.study.run import Setting, Study
+    from captum_hta.report.labelled_study import LabelledStudy
+    from captum_hta.study.run import Study
 
-DEFAULT_PROBES = 16
 FILES = ("*.csv", "*.png", "run.json", "report.html")
 """Patterns of the files of a study; which there are depends on what is found."""
 COLUMNS = {
@@ -166,10 +166,10 @@ def study(
     if len(pairs) == 1:
         OneStudy(pairs[0], output, options, strict).run()
         return
-    parts = [OneStudy(pair, output / pair.folder, options, strict, several=True).run() for pair in pairs]
+    studies = [OneStudy(pair, output / pair.folder, options, strict, several=True).run() for pair in pairs]
     from captum_hta.report.several_studies import write
 
-    write(output, parts)
+    write(output, studies)
     say(f"Comparison of all: {output / 'report.html'}")
 
 
@@ -198,11 +198,9 @@ class StudyOptions:
         """The model of that name."""
         return ModelChoice(model, self.device, self.adapter, self.part)
 
-    def setting(self, model: Model) -> Setting:
-        """The setting of a study of this model."""
-        from captum_hta.study.run import Setting
-
-        return Setting(
+    def settings(self, model: Model) -> StudySettings:
+        """The settings of a study of this model."""
+        return StudySettings(
             layers=named_layers(layer_numbers(self.layers), model),
             norm=self.norm,
             multiply_by_inputs=self.multiply_by_inputs,
@@ -236,7 +234,7 @@ class OneStudy:
     strict: bool
     several: bool = False
 
-    def run(self) -> StudyPart:
+    def run(self) -> LabelledStudy:
         """Run the study, write the folder and print a summary."""
         started = time.perf_counter()
         model = self.options.choice(self.pairing.model).load()
@@ -244,10 +242,10 @@ class OneStudy:
             raise UserError(
                 f"{model.name} reads {model.reader.reads}, and only models that read texts can be studied"
             )
-        setting = self.options.setting(model)
+        settings = self.options.settings(model)
         corpus = self._read(model)
-        cut = self._announce(model, corpus.texts, setting)
-        found = self._study(model, corpus.texts, setting)
+        cut = self._announce(model, corpus.texts, settings)
+        found = self._study(model, corpus.texts, settings)
         record = self._record(model, corpus, cut, found, time.perf_counter() - started)
         return self._write(model, found, record)
 
@@ -259,21 +257,21 @@ class OneStudy:
         )  # fmt: skip
         return read_corpus(self.pairing.source, model, reading)
 
-    def _announce(self, model: Model, texts: list[Text], setting: Setting) -> int:
+    def _announce(self, model: Model, texts: list[Text], settings: StudySettings) -> int:
         """Print about what the study will cost; returns the number of texts that are cut."""
         from captum_hta.texts import encoded, missing_tokens
 
         lengths, cut = [], 0
         for number, text in enumerate(texts):
-            encoding = encoded(model, text, number, setting.truncation)
+            encoding = encoded(model, text, number, settings.truncation)
             lengths.append(len(encoding))
             cut += missing_tokens(model, text, encoding) > 0
-        layers = named_layers(setting.layers, model)
-        hidden = setting.norm != "spectral"
-        print_forecasts(model, lengths, layers, setting.norm, setting.n_probes, setting.tolerance, hidden)
+        layers = named_layers(settings.layers, model)
+        hidden = settings.norm != "spectral"
+        print_forecasts(model, lengths, layers, settings.norm, settings.n_probes, settings.tolerance, hidden)
         return cut
 
-    def _study(self, model: Model, texts: list[Text], setting: Setting) -> Study:
+    def _study(self, model: Model, texts: list[Text], settings: StudySettings) -> Study:
         from captum_hta.study import run as studies
         from captum_hta.study.checkpoint import Shards
         from captum_hta.study.folder import check_nothing_kept
@@ -285,7 +283,7 @@ class OneStudy:
         try:
             with progress(len(texts)) as advance, progress_of("maps of hidden tokens") as advance_maps:
                 return studies.run(
-                    model, texts, setting, lambda done: advance(done * len(texts)), shards, kept_in,
+                    model, texts, settings, lambda done: advance(done * len(texts)), shards, kept_in,
                     advance_maps,
                 )  # fmt: skip
         except KeyboardInterrupt:
@@ -301,7 +299,7 @@ class OneStudy:
     def _record(self, model: Model, corpus: Corpus, cut: int, found: Study, seconds: float) -> dict[str, Any]:
         source, fields = self.pairing.source, self.pairing.fields
         data = {"data": str(source or "the shipped pairs"), "fields": ", ".join(fields) if fields else None}
-        parts = {name: round(spent, 1) for name, spent in found.watch.seconds.items()}
+        steps = {name: round(spent, 1) for name, spent in found.watch.seconds.items()}
         return {
             "model": model.name,
             "label": self.pairing.label,
@@ -312,21 +310,21 @@ class OneStudy:
                 "examples": len(corpus.texts), "bad_lines": len(corpus.bad), "too_long": corpus.too_long,
                 "cut": cut, "tokens": sum(found.tokens),
             },
-            "seconds": parts | {"this command": round(seconds, 1)},
+            "seconds": steps | {"this command": round(seconds, 1)},
             "bad_lines": [str(line) for line in corpus.bad],
         }  # fmt: skip
 
-    def _write(self, model: Model, found: Study, record: dict[str, Any]) -> StudyPart:
+    def _write(self, model: Model, found: Study, record: dict[str, Any]) -> LabelledStudy:
         """Write the folder and print a summary."""
         from captum_hta.report import one_study
-        from captum_hta.report.several_studies import Part as StudyPart
+        from captum_hta.report.labelled_study import LabelledStudy
 
-        one_study.write(self.folder, found, record, model.num_layers)
-        _print_layers(found.layer_summary(), model.name)
+        one_study.write(self.folder, found, record)
+        _print_layers(found.tables()["layers"], model.name)
         _print_shares(found)
         _print_left_out(model, record["counts"])
         say(f"Report: {self.folder / 'report.html'}")
-        return StudyPart(self.pairing.label or "", self.pairing.folder, found, record, model.num_layers)
+        return LabelledStudy(self.pairing.label or "", self.pairing.folder, found, record)
 
 
 def _print_layers(summary: pd.DataFrame, name: str) -> None:
@@ -339,13 +337,16 @@ def _print_layers(summary: pd.DataFrame, name: str) -> None:
 
 
 def _print_shares(found: Study) -> None:
-    """Print the findings about the previous layer, and the standard errors."""
-    shares = found.findings()
+    """Print the shares of heads for the previous layer, and the standard errors."""
+    from captum_hta.study.correlations import Correlations
+    from captum_hta.study.errors import ProbeErrors
+
+    shares = found[Correlations].shares_of_heads()
     say(
         f"Previous layer: {rounded(shares['share_of_heads_pearson_over_0.85'], '.0%')} of heads over Pearson "
         f"0.85, {rounded(shares['share_of_heads_spearman_over_0.95'], '.0%')} over Spearman 0.95."
     )
-    for source, errors in found.probe_errors().items():
+    for source, errors in found[ProbeErrors].summary().items():
         print_standard_error(source, errors["mean"], errors["largest"])
 
 

@@ -13,7 +13,7 @@ from captum_hta.evaluation.methods import Array, Method, attributed, unpadded
 from captum_hta.model.encoding import Text
 from captum_hta.model.protocol import Model
 from captum_hta.result import Contributions
-from captum_hta.statistics.accumulators import Mean
+from captum_hta.statistics.accumulators import RowMean
 from captum_hta.statistics.correlations import (
     MEASURES,
     in_sight,
@@ -139,7 +139,7 @@ class Comparison:
 
     def __init__(self, layers: Sequence[int], top: int = 3) -> None:
         self.layers, self.top = list(layers), top
-        self.means: dict[str, dict[str, Mean]] = {}
+        self.means: dict[str, dict[str, RowMean]] = {}
 
     def add(self, reference: Array, methods: Mapping[str, Array], causal: bool = False) -> None:
         """Add one text.
@@ -159,7 +159,7 @@ class Comparison:
         ]
         for measure in MEASURES:
             by_row = np.concatenate([one[measure] for one in found], axis=-1)
-            mean = self.means.setdefault(name, {}).setdefault(measure, Mean.zero(*by_row.shape[:2]))
+            mean = self.means.setdefault(name, {}).setdefault(measure, RowMean.zero(*by_row.shape[:2]))
             mean.add(by_row)
 
     def table(self) -> pd.DataFrame:
@@ -195,7 +195,7 @@ class RankMatrix:
     """Spearman's correlation of each method with each other, a mean over the query rows of all texts."""
 
     def __init__(self) -> None:
-        self.pairs: dict[tuple[str, str], Mean] = {}
+        self.pairs: dict[tuple[str, str], RowMean] = {}
 
     def add(self, methods: Mapping[str, Array], causal: bool = False) -> None:
         """Add one text.
@@ -207,7 +207,7 @@ class RankMatrix:
         ranked = {name: in_sight(standard_ranks, value, causal) for name, value in methods.items()}
         for name, other in combinations_with_replacement(ranked, 2):
             rows = (ranked[name] * ranked[other]).sum(-1)
-            self.pairs.setdefault((name, other), Mean.zero()).add(rows.ravel())
+            self.pairs.setdefault((name, other), RowMean.zero()).add(rows.ravel())
 
     def table(self) -> pd.DataFrame:
         """The symmetric matrix, methods by methods."""

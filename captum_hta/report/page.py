@@ -14,32 +14,30 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 PIXELS = 96
-"""Pixels of an inch on a page (CSS Values and Units, section 6.2)."""
+"""Pixels per inch on a page (CSS Values and Units, section 6.2)."""
 WIDE = 8.0
-"""Inches of a figure that a phone shows a part of at a time."""
+"""Inches beyond which a figure scrolls on a phone."""
 ERROR = "_error"
-"""How the column ends that holds the standard errors of the column whose name comes before."""
-
-
+"""Suffix of the column that has the standard errors of the column named before it."""
 DASH = "-"
-"""What stands for a number that is not defined."""
+"""Text for a number that is not defined."""
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A figure with what to say about it.
+class CaptionedFigure:
+    """A figure with its title, caption and alternative text.
 
     Attributes:
-        file: Its name as a file.
-        title: Its title.
-        sentence: What to see in it.
+        file: The name of its file.
+        title: The title.
+        caption: How to read it, and what it shows.
         figure: The figure.
-        alt: What it shows, by its numbers, for those who do not see it.
+        alt: What it shows, in words and numbers, for readers who cannot see it.
     """
 
     file: str
     title: str
-    sentence: str
+    caption: str
     figure: Figure
     alt: str
 
@@ -51,7 +49,7 @@ class Shown:
 
     @property
     def wide(self) -> bool:
-        """Whether it is too wide to be read on a phone as a whole."""
+        """Whether it is too wide for a phone."""
         return self.figure.get_figwidth() > WIDE
 
 
@@ -60,8 +58,8 @@ class Cell:
     """A cell of a table.
 
     Attributes:
-        text: What is in it.
-        value: The number that it is sorted by; ``None`` for words, which are sorted by themselves.
+        text: The text.
+        value: The number by which it is sorted; ``None`` for words, which are sorted alphabetically.
     """
 
     text: str
@@ -70,48 +68,48 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with what to say about it.
+    """A table with its title and a note.
 
     Attributes:
-        title: Its title.
-        sentence: How to read it, and in which units.
+        title: The title.
+        note: How to read it, and the units.
         columns: Names of the columns.
-        rows: Rows of a cell for each column. The first names the row.
-        folded: Whether it is shown only when it is asked for.
+        rows: A cell for each column in each row. The first cell names the row.
+        folded: Whether it is hidden until a reader opens it.
     """
 
     title: str
-    sentence: str
+    note: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     folded: bool = False
 
     @property
     def words(self) -> list[bool]:
-        """For each column whether words are in it."""
+        """Whether each column has words in it."""
         columns = zip(*self.rows, strict=True)
         return [any(cell.value is None and cell.text != DASH for cell in column) for column in columns]
 
     @classmethod
     def of(
-        cls, frame: pd.DataFrame, title: str, sentence: str, names: Mapping[str, str], folded: bool = False
+        cls, frame: pd.DataFrame, title: str, note: str, names: Mapping[str, str], folded: bool = False
     ) -> Table:
-        """A table of the columns that have a name; standard errors stand behind what they are errors of.
+        """A table of some columns of a frame, with standard errors after their numbers.
 
         Args:
-            frame: Words and numbers. A column ``x_error`` holds the standard errors of the column ``x``.
+            frame: Words and numbers. A column ``x_error`` has the standard errors of the column ``x``.
             title: As in the class.
-            sentence: As in the class.
-            names: Names of columns on the page, by their names in the frame.
+            note: As in the class.
+            names: Names of columns on the page, by their names in the frame; other columns are left out.
             folded: As in the class.
         """
         errors = {name: frame.get(name + ERROR, pd.Series(np.nan, frame.index)) for name in names}
         columns = [map(cell, frame[name], errors[name]) for name in names]
-        return cls(title, sentence, list(names.values()), list(zip(*columns, strict=True)), folded)
+        return cls(title, note, list(names.values()), list(zip(*columns, strict=True)), folded)
 
 
-def cell(value: Any, error: float = np.nan) -> Cell:
-    """A word or a number, with its standard error where that is known."""
+def cell(value: str | float, error: float = np.nan) -> Cell:
+    """A cell with a word or a number, and the standard error of the number if it is known."""
     if isinstance(value, str):
         return Cell(value)
     if not np.isfinite(value):
@@ -125,20 +123,20 @@ class Section:
     """A section of a page.
 
     Attributes:
-        title: Its title, which no other section of the page has.
-        intro: A few sentences to begin with.
-        shown: Its figures.
+        title: The title, which no other section of the page has.
+        intro: A few sentences at the beginning.
+        figures: Its figures.
         tables: Its tables, which follow the figures.
     """
 
     title: str
     intro: str = ""
-    shown: Sequence[Shown] = ()
+    figures: Sequence[CaptionedFigure] = ()
     tables: Sequence[Table] = ()
 
     @property
     def anchor(self) -> str:
-        """What links to it end with."""
+        """The fragment of links to it."""
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
 
@@ -153,10 +151,10 @@ def rendered(
 
     Args:
         template: Name of a template that extends ``page.html.jinja``.
-        sections: What is on the page.
+        sections: The sections of the page.
         images: The figures of the sections as PNG, by their file names.
-        facts: How it came about: groups of names and values, shown at the end.
-        **more: What else the template asks for.
+        facts: Settings and versions: groups of names and values, shown at the end.
+        **more: Further variables of the template.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("captum_hta.report", ""),
@@ -170,7 +168,7 @@ def rendered(
 
 
 def plain(value: Any) -> str:
-    """A value of a record as a reader would write it."""
+    """A value of a record as text for readers."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):

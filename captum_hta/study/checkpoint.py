@@ -55,7 +55,7 @@ class Shards:
 
     def write(self, part: int | str, arrays: Mapping[str, Array]) -> None:
         """Keep the part of that number or name."""
-        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
         write_whole(self._path(part), lambda path: save_file(contiguous, path))
 
     def read(self, part: int | str) -> dict[str, Array]:

@@ -1,22 +1,23 @@
-"""What the papers report of BERT, and whether it holds in a study.
+"""What the papers report about BERT, and whether it holds in a study.
 
-Layers are counted from 1 in the papers and from 0 here. A statement about some of BERT-base's twelve layers
-is read as one about the layers of the same relative depth: its "last four layers" are the last third of any
-model's.
+The papers count layers from 1, this package from 0. A statement about some of BERT-base's twelve layers is
+read as a statement about layers of the same relative depth: its "last four layers" are the last third of the
+layers of any model.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from captum_hta.study.analysis import finite
+from captum_hta.study.correlations import share_over
 from captum_hta.study.mixing import by_distance
-from captum_hta.study.run import Study, finite
 
 BERT_LAYERS, BERT_HEADS = 12, 144
 FIGURE_1, FIGURE_6 = "Pascual et al. 2021, Figure 1", "Pascual et al. 2021, Figure 6"
@@ -24,13 +25,27 @@ FIRST_VERSION = "Brunner et al. 2019, abstract of arXiv:1908.04211v1"
 SECTION_5 = "Brunner et al. 2020, section 5"
 RELATIONS = {"at least": operator.ge, "above": operator.gt, "below": operator.lt}
 
-Measure = Callable[[Study, int], float]
-"""A number of a study of a model with that many layers; NaN where it was not measured."""
+
+@dataclass(frozen=True)
+class Measured:
+    """The tables of a study.
+
+    Attributes:
+        tables: By the names of their files without ``.csv``, such as :attr:`StudyFolder.tables`.
+        num_layers: Number of layers of the model, studied or not.
+    """
+
+    tables: Mapping[str, pd.DataFrame]
+    num_layers: int
+
+
+Measure = Callable[[Measured], float]
+"""Returns a number of a study; NaN if it was not measured."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of a paper as a number that is held against a bound.
+    """A finding of a paper as a number that is compared with a bound.
 
     Attributes:
         key: A short name.
@@ -38,8 +53,8 @@ class Finding:
         paper: The paper's statement.
         source: Where the paper makes it.
         measure: The number in a study.
-        relation: How the number has to lie to the bound, one of :data:`RELATIONS`.
-        bound: What it is held against: a number, or one that the same study gives.
+        relation: How the number must compare with the bound, one of :data:`RELATIONS`.
+        bound: The bound: a number, or a measure of the same study.
         form: Format of the number.
     """
 
@@ -55,12 +70,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """What a study says about a finding.
+    """A finding in a study.
 
     Attributes:
         finding: The finding.
-        number: The number in the study; NaN where it was not measured.
-        bound: What it is held against; NaN likewise.
+        number: The number in the study; NaN if it was not measured.
+        bound: The bound that it is compared with; NaN likewise.
     """
 
     finding: Finding
@@ -69,7 +84,7 @@ class Found:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the finding holds in the study; ``None`` where it was not measured."""
+        """Whether the finding holds in the study; ``None`` if it was not measured."""
         if np.isnan(self.number) or np.isnan(self.bound):
             return None
         return bool(RELATIONS[self.finding.relation](self.number, self.bound))
@@ -77,10 +92,12 @@ class Found:
     @property
     def verdict(self) -> str:
         """The same in words."""
-        return {True: "yes", False: "no", None: "not measured"}[self.holds]
+        if self.holds is None:
+            return "not measured"
+        return "yes" if self.holds else "no"
 
     def record(self) -> dict[str, Any]:
-        """The same as JSON can hold it."""
+        """The same as a dictionary that JSON can hold."""
         finding = self.finding
         return {
             "key": finding.key, "sentence": finding.sentence, "number": finite(self.number),
@@ -89,17 +106,18 @@ class Found:
         }  # fmt: skip
 
 
-def findings(study: Study, num_layers: int | None = None) -> list[Found]:
-    """Each of :data:`FINDINGS` in a study.
+def findings(tables: Mapping[str, pd.DataFrame], num_layers: int) -> list[Found]:
+    """Check each of :data:`FINDINGS` in a study.
 
     Args:
-        study: The study.
-        num_layers: Layers of the model. Default: ``None``, those of the study are all. What is said of layers
-            that were not studied is not measured.
+        tables: The tables of the study, as :meth:`Study.tables` returns them or :attr:`StudyFolder.tables`
+            reads them. Findings about tables that are not there are not measured.
+        num_layers: Number of layers of the model. Findings about layers that were not studied are not
+            measured.
     """
-    depth = len(study.layers) if num_layers is None else num_layers
+    measured = Measured(tables, num_layers)
     return [
-        Found(one, one.measure(study, depth), one.bound(study, depth) if callable(one.bound) else one.bound)
+        Found(one, one.measure(measured), one.bound(measured) if callable(one.bound) else one.bound)
         for one in FINDINGS
     ]
 
@@ -107,20 +125,20 @@ def findings(study: Study, num_layers: int | None = None) -> list[Found]:
 # --- correlations ----------------------------------------------------------------------------------
 
 
-def _heads(study: Study, num_layers: int, source: str, after: int) -> pd.DataFrame:
-    """Correlations of the heads that lie deeper than that layer of BERT; none if any was not studied."""
+def _correlations(study: Measured, source: str, after: int = 0) -> pd.DataFrame:
+    """Correlations of the heads that lie deeper than that layer of BERT; empty if any was not studied."""
+    num_layers = study.num_layers
     deep = [layer for layer in range(num_layers) if (layer + 1) * BERT_LAYERS > after * num_layers]
-    table = study.correlations()
-    studied = set(deep) <= set(study.layers)
+    table = study.tables["correlations"]
+    studied = set(deep) <= set(table["layer"])
     return table[(table["source"] == source) & table["layer"].isin(deep if studied else [])]
 
 
 def _share_over(measure: str, bound: float) -> Measure:
     """The share of heads whose correlation with the previous-layer contribution is over a bound."""
 
-    def share(study: Study, num_layers: int) -> float:
-        values = _heads(study, num_layers, "previous_layer", after=0)[measure].dropna()
-        return float((values > bound).mean())
+    def share(study: Measured) -> float:
+        return share_over(_correlations(study, "previous_layer"), measure, bound)
 
     return share
 
@@ -128,29 +146,31 @@ def _share_over(measure: str, bound: float) -> Measure:
 def _share_of_input_below(measure: str, bound: float, after: int) -> Measure:
     """The share of the deeper heads whose correlation with the input contribution is below a bound."""
 
-    def share(study: Study, num_layers: int) -> float:
-        values = _heads(study, num_layers, "input", after)[measure].dropna()
+    def share(study: Measured) -> float:
+        values = _correlations(study, "input", after)[measure].dropna()
         return float((values < bound).mean())
 
     return share
 
 
 def _largest_of_input(measure: str, after: int) -> Measure:
-    """Of the deeper layers the largest median over heads of the correlation with the input contribution."""
+    """The largest median over heads, among the deeper layers, of the correlation with the input
+    contribution.
+    """
 
-    def largest(study: Study, num_layers: int) -> float:
-        heads = _heads(study, num_layers, "input", after)
+    def largest(study: Measured) -> float:
+        heads = _correlations(study, "input", after)
         return float(heads.groupby("layer")[measure].median().max(skipna=False))
 
     return largest
 
 
 def _last_of_input(measure: str) -> Measure:
-    """Of the last layer the median over heads of the correlation with the input contribution."""
+    """The median over heads of the correlation with the input contribution in the last layer."""
 
-    def last(study: Study, num_layers: int) -> float:
-        table = study.correlations()
-        heads = table[(table["source"] == "input") & (table["layer"] == num_layers - 1)]
+    def last(study: Measured) -> float:
+        table = study.tables["correlations"]
+        heads = table[(table["source"] == "input") & (table["layer"] == study.num_layers - 1)]
         return float(heads[measure].median())
 
     return last
@@ -159,57 +179,60 @@ def _last_of_input(measure: str) -> Measure:
 # --- hidden tokens ---------------------------------------------------------------------------------
 
 
-def _mixing(study: Study, layers: list[int]) -> pd.DataFrame:
-    """What is known of hidden tokens after these layers; a row of NaN each, if it was not studied."""
-    if study.mixing is None:
-        return pd.DataFrame({"own_median": np.nan, "own_is_largest": np.nan}, index=layers)
-    return study.mixing.table().set_index("layer").reindex(layers)
+def _mixing(study: Measured, column: str, layers: list[int]) -> pd.Series:
+    """A column of the mixing table at these layers; NaN if it was not measured."""
+    if "mixing" not in study.tables:
+        return pd.Series(np.nan, index=layers)
+    return study.tables["mixing"].set_index("layer")[column].reindex(layers)
 
 
-def _distances(study: Study, layers: list[int]) -> pd.DataFrame:
-    """What the pairs of tokens at each distance give to hidden tokens after these layers."""
-    return by_distance(_mixing(study, layers))
+def _neighbours(study: Measured, layers: list[int]) -> pd.DataFrame | None:
+    """What the pairs of tokens at each distance contribute after these layers; ``None`` if it was not
+    measured, or at fewer than two distances.
+    """
+    if "mixing" not in study.tables:
+        return None
+    table = by_distance(study.tables["mixing"].set_index("layer").reindex(layers))
+    return None if table.shape[1] < 2 else table
 
 
-def _first_own_share(study: Study, num_layers: int) -> float:
-    return float(_mixing(study, [0])["own_median"].item())
+def _own_share(study: Measured, layer: int) -> float:
+    return float(_mixing(study, "own_median", [layer]).item())
 
 
-def _last_own_share(study: Study, num_layers: int) -> float:
-    if num_layers == 1:  # which is the first
+def _first_own_share(study: Measured) -> float:
+    return _own_share(study, 0)
+
+
+def _last_own_share(study: Measured) -> float:
+    return np.nan if study.num_layers == 1 else _own_share(study, study.num_layers - 1)
+
+
+def _least_largest(study: Measured) -> float:
+    """The smallest share, over layers, of tokens whose own input is the largest contribution."""
+    return float(_mixing(study, "own_is_largest", list(range(study.num_layers))).min(skipna=False))
+
+
+def _nearest_first(study: Measured) -> float:
+    """The share of layers in which the nearest pair of tokens contributes more than any other pair."""
+    table = _neighbours(study, list(range(study.num_layers)))
+    if table is None or table.isna().any(axis=None):
         return np.nan
-    return float(_mixing(study, [num_layers - 1])["own_median"].item())
+    return float((table.iloc[:, 0] > table.iloc[:, 1:].max(axis=1)).mean())
 
 
-def _least_largest(study: Study, num_layers: int) -> float:
-    """The least share, over layers, of tokens whose own input is the largest contribution."""
-    return float(_mixing(study, list(range(num_layers)))["own_is_largest"].min(skipna=False))
+def _locality(study: Measured, layer: int) -> float:
+    """The contribution of the nearest pair of tokens divided by that of the mean pair within ten tokens."""
+    table = _neighbours(study, [layer])
+    return np.nan if table is None else float((table.iloc[:, 0] / table.mean(axis=1)).item())
 
 
-def _nearest_first(study: Study, num_layers: int) -> float:
-    """The share of layers in which the nearest pair of tokens gives more than any other pair."""
-    given = _distances(study, list(range(num_layers)))
-    if given.shape[1] < 2 or given.isna().any(axis=None):
-        return np.nan
-    return float((given.iloc[:, 0] > given.iloc[:, 1:].max(axis=1)).mean())
-
-
-def _locality(study: Study, layer: int) -> float:
-    """How many times as much the nearest pair of tokens gives as the mean pair within ten tokens."""
-    given = _distances(study, [layer])
-    if given.shape[1] < 2:
-        return np.nan
-    return float((given.iloc[:, 0] / given.mean(axis=1)).item())
-
-
-def _first_locality(study: Study, num_layers: int) -> float:
+def _first_locality(study: Measured) -> float:
     return _locality(study, 0)
 
 
-def _last_locality(study: Study, num_layers: int) -> float:
-    if num_layers == 1:
-        return np.nan
-    return _locality(study, num_layers - 1)
+def _last_locality(study: Measured) -> float:
+    return np.nan if study.num_layers == 1 else _locality(study, study.num_layers - 1)
 
 
 # --- the findings ----------------------------------------------------------------------------------
@@ -268,29 +291,30 @@ FINDINGS = (
     ),
     Finding(
         "own_share_last_layer",
-        "Median share of a token's own input after the last layer, held against that after the first",
+        "Median share of a token's own input after the last layer, compared with that after the first",
         "declines to a median of 7.5%",
         FIRST_VERSION, _last_own_share, "below", _first_own_share, ".1%",
     ),
     Finding(
         "own_is_largest",
-        "Tokens whose own input gives the most to their hidden embedding, in the layer where they are fewest",
+        "Tokens whose own input contributes most to their hidden embedding, in the layer where they are "
+        "fewest",
         "the underlying word contributes most throughout the layers",
         FIRST_VERSION, _least_largest, "above", 0.5, ".1%",
     ),
     Finding(
         "nearest_give_most",
-        "Layers in which the two nearest tokens give more to a hidden token than the two at any other "
+        "Layers in which the two nearest tokens contribute more to a hidden token than the two at any other "
         "distance",
-        "near tokens give more than far ones",
+        "near tokens contribute more than far ones",
         SECTION_5, _nearest_first, "at least", 1.0, ".1%",
     ),
     Finding(
         "later_layers_less_local",
-        "How many times as much the two nearest tokens give as the mean pair within ten tokens, after the "
-        "last layer, held against that after the first",
+        "Contribution of the two nearest tokens divided by that of the mean pair within ten tokens, after "
+        "the last layer, compared with that after the first",
         "later layers are less local",
         SECTION_5, _last_locality, "below", _first_locality,
     ),
 )  # fmt: skip
-"""What the papers report of BERT-base (12 layers of 12 heads)."""
+"""What the papers report about BERT-base, which has 12 layers of 12 heads."""

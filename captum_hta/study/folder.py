@@ -1,4 +1,4 @@
-"""A study that was written to a folder, read back: its tables, its record and the matrices it kept."""
+"""The folder of a finished study: its tables, its record and the matrices that were kept."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from captum_hta.study.checkpoint import write_whole
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+Matrices = dict[str, NDArray[Any]]
+"""The matrices of a text by name, and the labels of its tokens."""
 KEPT = "contributions"
-"""The folder of the matrices, in that of the study."""
+"""Name of the folder of the matrices."""
 
 
 def open_study(folder: str | Path) -> StudyFolder:
-    """Open what ``captum-hta study`` has written.
+    """Open the folder that ``captum-hta study`` wrote.
 
     Args:
-        folder: What ``--out`` named.
+        folder: The argument of ``--out``.
 
     Raises:
-        ValueError: If it holds no finished study.
+        ValueError: If there is no finished study in it.
 
     Example:
         >>> study = open_study("results")  # doctest: +SKIP
@@ -40,17 +44,17 @@ def open_study(folder: str | Path) -> StudyFolder:
         raise ValueError(
             f"{folder} holds several studies: open one of its folders, {', '.join(several)}"
             if several
-            else f"{folder} holds no finished study: name the folder that --out of a study named"
+            else f"{folder} holds no finished study: pass the folder that was --out of a study"
         )
     return StudyFolder(folder)
 
 
 @dataclass(frozen=True)
 class StudyFolder:
-    """A finished study; a mapping from the numbers of texts to the matrices that were kept of them.
+    """A finished study, indexed by the numbers of the texts whose matrices were kept.
 
     Attributes:
-        folder: Where it is.
+        folder: The folder.
     """
 
     folder: Path
@@ -63,6 +67,8 @@ class StudyFolder:
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
         """The tables by their names, such as ``"correlations"``."""
+        import pandas as pd
+
         return {path.stem: pd.read_csv(path) for path in sorted(self.folder.glob("*.csv"))}
 
     @cached_property
@@ -87,29 +93,29 @@ class StudyFolder:
         return iter(self._files)
 
     def __getitem__(self, number: int) -> dict[str, NDArray[np.float32]]:
-        """What was kept of a text, by its number in the corpus, from 0.
+        """The matrices of a text, by its number in the corpus, from 0.
 
         Returns:
             ``"attention"``, ``"input"`` and ``"previous_layer"`` contributions ``[layer, head, query, key]``,
-            and those to ``"hidden"`` embeddings ``[layer, query, key]``; half precision has rounded them.
+            and those to ``"hidden"`` embeddings ``[layer, query, key]``, rounded to half precision.
 
         Raises:
             KeyError: If there is no such text.
-            ValueError: If none was kept.
+            ValueError: If no matrices were kept.
         """
         matrices = ((name, array) for name, array in self._read(number) if array.dtype.kind == "f")
         return {name: array.astype(np.float32) for name, array in matrices}
 
     def tokens(self, number: int) -> list[str]:
-        """The labels of a text's tokens, the queries; raises as indexing does."""
-        return dict(self._read(number))["tokens"].tolist()
+        """Labels of the tokens of a text, the queries; raises as indexing does."""
+        return _labels(dict(self._read(number))["tokens"])
 
     def key_tokens(self, number: int) -> list[str]:
-        """Those of its keys, which of cross attention are of another text; raises as indexing does."""
+        """Labels of the keys, of another text for cross attention; raises as indexing does."""
         kept = dict(self._read(number))
-        return kept.get("keys", kept["tokens"]).tolist()
+        return _labels(kept.get("keys", kept["tokens"]))
 
-    def _read(self, number: int) -> Iterator[tuple[str, NDArray]]:
+    def _read(self, number: int) -> Iterator[tuple[str, NDArray[Any]]]:
         with np.load(self._files[number]) as archive:
             for name in archive.files:
                 owner, _, what = name.partition("/")
@@ -117,21 +123,25 @@ class StudyFolder:
                     yield what, archive[name]
 
 
+def _labels(array: NDArray[np.str_]) -> list[str]:
+    return [str(label) for label in array]
+
+
 def check_nothing_kept(folder: Path) -> None:
-    """Raise a ``ValueError`` if matrices of another study are in the folder."""
+    """Raise a ``ValueError`` if there are matrices of another study in the folder."""
     if any((folder / KEPT).glob("*.npz")):
         raise ValueError(
-            f"{folder / KEPT} holds matrices of another study: delete it, or name another folder"
+            f"{folder / KEPT} holds matrices of another study: delete it, or choose another folder"
         )
 
 
-def keep(folder: Path, part: int, texts: Mapping[int, Mapping[str, NDArray]]) -> None:
-    """Write the matrices of the texts of a part, in half precision and compressed.
+def keep(folder: Path, shard: int, texts: Mapping[int, Matrices]) -> None:
+    """Write the matrices of a shard of texts, compressed and in half precision.
 
     Args:
-        folder: Of the study.
-        part: Its number.
-        texts: For each text by its number its matrices, ``"tokens"`` and, where they are others, ``"keys"``.
+        folder: Folder of the study.
+        shard: Number of the shard.
+        texts: Matrices of each text by its number, with its ``"tokens"`` and, if they differ, ``"keys"``.
 
     Raises:
         OSError: If they cannot be written.
@@ -147,4 +157,4 @@ def keep(folder: Path, part: int, texts: Mapping[int, Mapping[str, NDArray]]) ->
             np.savez_compressed(file, **arrays)
 
     (folder / KEPT).mkdir(parents=True, exist_ok=True)
-    write_whole(folder / KEPT / f"{part:06}.npz", write)
+    write_whole(folder / KEPT / f"{shard:06}.npz", write)

@@ -1,52 +1,70 @@
-"""How much hidden tokens keep of themselves, and from how far they take the rest.
+"""How much of a hidden token comes from its own input, and from how far the rest comes.
 
 After Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 5.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from captum_hta.statistics.accumulators import Distribution, Mean
+from captum_hta.statistics.accumulators import Accumulator, Distribution, RowMean
+from captum_hta.study.analysis import Analysis, Dimensions, TextResult
+
+if TYPE_CHECKING:
+    from captum_hta.study.encoded_corpus import EncodedCorpus
 
 Array = NDArray[np.float64]
 NEIGHBOURS = 10
-"""Distances that are looked at."""
+"""Largest distance of neighbours."""
 
 
-@dataclass
-class Mixing:
-    """Contributions of input tokens to hidden tokens, over the layers.
+class Mixing(Analysis):
+    """Contributions of input tokens to hidden embeddings, over the layers.
 
     Attributes:
-        layers: The layers of the layer axis.
-        own: The share of a token's own input.
-        own_spread: The same as a distribution.
-        largest: Whether it is the largest of the row.
-        rank: Its place in the row; the largest has 1.
-        neighbours: What both tokens at each distance give together.
+        own: The share of a token's own input, ``[layer]``.
+        own_spread: The distribution of that share.
+        largest: Whether the own input has the largest share of the row.
+        rank: The rank of the own input in the row; the largest share has rank 1.
+        neighbours: What both tokens at each distance contribute together, ``[layer, distance]``.
     """
 
-    layers: list[int]
-    own: Mean
-    own_spread: Distribution
-    largest: Mean
-    rank: Mean
-    neighbours: Mean
+    name = "mixing"
+    needs = frozenset({"hidden"})
+
+    def __init__(self, size: Dimensions) -> None:
+        super().__init__(size)
+        count = len(size.layers)
+        self.own, self.largest, self.rank = (RowMean.zero(count) for _ in range(3))
+        self.own_spread = Distribution.zero(count)
+        self.neighbours = RowMean.zero(count, NEIGHBOURS)
 
     @classmethod
-    def empty(cls, layers: list[int]) -> Mixing:
-        """Of no example."""
-        count = len(layers)
-        means = [Mean.zero(count) for _ in range(3)]
-        return cls(list(layers), means[0], Distribution.zero(count), *means[1:], Mean.zero(count, NEIGHBOURS))
+    def applies(cls, corpus: EncodedCorpus) -> bool:
+        """To self-attention; not with the spectral norm, which is slow for a target as wide as the model."""
+        return corpus.is_self_attention and corpus.settings.norm != "spectral"
 
-    def add(self, values: Array) -> None:
-        """Add one example's contributions to hidden embeddings, ``[layer, query, key]``."""
+    @property
+    def accumulators(self) -> dict[str, Accumulator]:
+        """One for each attribute."""
+        return {
+            "own": self.own, "own_spread": self.own_spread, "largest": self.largest, "rank": self.rank,
+            "neighbours": self.neighbours,
+        }  # fmt: skip
+
+    def add(self, text: TextResult) -> None:
+        """Add one text.
+
+        Raises:
+            ValueError: If it has no contributions to hidden embeddings.
+        """
+        if text.hidden is None:
+            raise ValueError("mixing is measured on contributions to hidden embeddings, got none")
+        values = text.hidden
         own = values.diagonal(axis1=-2, axis2=-1)
         above = (values > own[..., None]).sum(-1)
         self.own.add(own)
@@ -55,20 +73,18 @@ class Mixing:
         self.rank.add(above + 1.0)
         self.neighbours.add(np.stack([_at_distance(values, step + 1) for step in range(NEIGHBOURS)], axis=1))
 
-    @property
-    def parts(self) -> dict[str, Mean | Distribution]:
-        """Its accumulators, by name."""
-        names = ("own", "own_spread", "largest", "rank", "neighbours")
-        return {name: getattr(self, name) for name in names}
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """``mixing``: see :meth:`table`."""
+        return {"mixing": self.table()}
 
     def table(self) -> pd.DataFrame:
         """A row for each layer: the share of a token's own input (mean and quartiles), how often it is the
-        largest, its mean rank; and what its neighbours at each distance that occurs give. Means have errors
-        by example.
+        largest, its mean rank; and what the neighbours at each distance that occurs contribute. Means have
+        standard errors by example.
         """
         table = pd.DataFrame(
             {
-                "layer": self.layers,
+                "layer": self.size.layers,
                 "own_mean": self.own.mean(),
                 "own_mean_error": self.own.standard_error(),
                 "own_median": self.own_spread.quantile(0.5),
@@ -88,14 +104,14 @@ class Mixing:
 
 
 def by_distance(table: pd.DataFrame) -> pd.DataFrame:
-    """Of the columns of :meth:`Mixing.table` those that tell what neighbours give, by their distance."""
+    """The columns of :meth:`Mixing.table` with the contributions of neighbours, named by distance."""
     given = table.filter(regex=r"^at_distance_\d+$")
     return given.rename(columns=lambda name: int(name.removeprefix("at_distance_")))
 
 
 def _at_distance(values: Array, step: int) -> Array:
-    """For each query what the tokens that many places before and behind it give, ``[layer, query]``; NaN
-    where there are none.
+    """What the tokens ``step`` places before and after each query contribute together, ``[layer, query]``;
+    NaN where there are none.
     """
     queries = values.shape[-1]
     out = np.full(values.shape[:-1], np.nan)

@@ -1,4 +1,4 @@
-"""Heads whose attention is of a simple pattern, and what such heads take in of the input.
+"""Heads whose attention follows a simple pattern, and whether their input contributions follow it too.
 
 After Pascual et al., "Telling BERT's Full Story", EACL 2021, Figure 7; the patterns are those of Clark et
 al., "What Does BERT Look At?", BlackboxNLP 2019, section 3.
@@ -6,112 +6,145 @@ al., "What Does BERT Look At?", BlackboxNLP 2019, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import entr
 
-from captum_hta.model.encoding import Encoding
-from captum_hta.result import Contributions
-from captum_hta.statistics.accumulators import Mean
+from captum_hta.computation import jointly
+from captum_hta.statistics.accumulators import RowMean
 from captum_hta.statistics.correlations import is_causal
+from captum_hta.study.analysis import Analysis, Dimensions, Once, TextResult
+
+if TYPE_CHECKING:
+    from captum_hta.study.encoded_corpus import EncodedCorpus
 
 Array = NDArray[np.float64]
 BROAD = "broad"
 """The pattern of a head that attends to all tokens alike."""
 PATTERNS = ("previous token", "next token", "itself", "delimiters", BROAD)
 QUANTITIES = ("attention", "input")
-SHORTEST_SHOWN = 8
-"""A text of fewer tokens than these shows no pattern."""
+SHORTEST_EXAMPLE = 8
+"""Tokens of the shortest text on which patterns can be seen."""
 
 
-@dataclass
-class Patterns:
-    """How much the rows of each head are of each of :data:`PATTERNS`.
+@dataclass(frozen=True)
+class PatternExample:
+    """Heads of simple patterns in one text.
 
     Attributes:
-        layers: The layers of the layer axis.
-        heads: Number of heads.
-        attention: What rows of attention say.
-        input: What rows of the input contribution say.
+        tokens: Labels of its tokens.
+        titles: The pattern and the place of each head.
+        maps: ``"attention"``, ``"previous_layer"`` and ``"input"`` contributions, ``[pattern, query, key]``.
     """
 
-    layers: list[int]
-    heads: int
-    attention: Mean
-    input: Mean
+    tokens: list[str]
+    titles: list[str]
+    maps: dict[str, Array]
+
+
+class Patterns(Analysis):
+    """How far the rows of each head follow each of :data:`PATTERNS`.
+
+    Attributes:
+        means: Scores of attention and of the input contribution, ``[layer, head, pattern]``.
+        example: One text with a head of each pattern; ``None`` until :meth:`finish`, or if there is no such
+            head.
+    """
+
+    name = "patterns"
+
+    def __init__(self, size: Dimensions) -> None:
+        super().__init__(size)
+        shape = (len(size.layers), size.heads, len(PATTERNS))
+        self.means = {quantity: RowMean.zero(*shape) for quantity in QUANTITIES}
+        self.example: PatternExample | None = None
 
     @classmethod
-    def empty(cls, layers: Sequence[int], heads: int) -> Patterns:
-        """Of no example."""
-        shape = (len(layers), heads, len(PATTERNS))
-        return cls(list(layers), heads, Mean.zero(*shape), Mean.zero(*shape))
+    def applies(cls, corpus: EncodedCorpus) -> bool:
+        """To self-attention."""
+        return corpus.is_self_attention
 
-    def add(self, attention: Array, input_values: Array, special: NDArray[np.bool_]) -> None:
-        """Add one example.
+    @property
+    def accumulators(self) -> dict[str, RowMean]:
+        """The means."""
+        return self.means
 
-        Args:
-            attention: ``[layer, head, query, key]``, without padding.
-            input_values: Input contributions, of the same shape.
-            special: ``[key]``, whether a token is a delimiter; see :func:`delimiters`.
+    def add(self, text: TextResult) -> None:
+        """Add one text.
 
         Raises:
             ValueError: If queries and keys are not the same tokens.
         """
-        queries, keys = attention.shape[-2:]
-        if not queries == keys == len(special):
+        queries, keys = text.attention.shape[-2:]
+        if not queries == keys == len(text.special):
             raise ValueError(
                 f"patterns are of texts that attend to themselves, got {queries} queries, {keys} keys and "
-                f"{len(special)} marks of delimiters: leave cross attention out"
+                f"{len(text.special)} marks of special tokens: leave cross attention out"
             )
-        causal = is_causal(attention)
-        self.attention.add(row_patterns(attention, special, causal))
-        self.input.add(row_patterns(input_values, special, causal))
+        causal = is_causal(text.attention)
+        self.means["attention"].add(row_patterns(text.attention, text.special, causal))
+        self.means["input"].add(row_patterns(text.contributions["input"], text.special, causal))
 
-    @property
-    def parts(self) -> dict[str, Mean]:
-        """Its accumulators, by name."""
-        return {name: getattr(self, name) for name in QUANTITIES}
+    def finish(self, corpus: EncodedCorpus, once: Once) -> None:
+        """Choose a short text and compute its contributions, for a figure."""
+        chosen = self.chosen()
+        if chosen.empty:
+            return
+        encoding = corpus.encoding(example_text(corpus.lengths))
+        results = jointly(corpus.model, [encoding], corpus.settings.queries(hidden=False))
+        values = {"attention": results["input"].attention} | {
+            name: one.values for name, one in results.items()
+        }
+        maps = {name: one[0].double().numpy() for name, one in values.items()}
+        self.example = pattern_example(results["input"].tokens[0], maps, chosen, corpus.layers)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """``patterns``: see :meth:`table`."""
+        return {"patterns": self.table()}
 
     def table(self) -> pd.DataFrame:
-        """A row for each layer, head and pattern: how much attention and the input contribution are of it,
-        the mean over rows and its error by example.
+        """A row for each layer, head and pattern: the scores of attention and of the input contribution,
+        means over rows with their standard errors by example.
         """
         index = pd.MultiIndex.from_product(
-            [self.layers, range(self.heads), PATTERNS], names=["layer", "head", "pattern"]
+            [self.size.layers, range(self.size.heads), PATTERNS], names=["layer", "head", "pattern"]
         )
         columns = {}
-        for name, part in self.parts.items():
-            columns[name] = part.mean().ravel()
-            columns[f"{name}_error"] = part.standard_error().ravel()
+        for name, mean in self.means.items():
+            columns[name] = mean.mean().ravel()
+            columns[f"{name}_error"] = mean.standard_error().ravel()
         return pd.DataFrame(columns, index).reset_index()
 
     def chosen(self) -> pd.DataFrame:
-        """A row for each pattern that occurs: the head whose attention is most of it, with both scores."""
+        """A row for each pattern that occurs: the head whose attention has the highest score, with both
+        scores.
+        """
         known = self.table().dropna(subset="attention")
-        most = known.groupby("pattern")["attention"].idxmax()
-        rows = known.loc[[most[pattern] for pattern in PATTERNS if pattern in most]]
+        best = known.groupby("pattern")["attention"].idxmax()
+        rows = known.loc[[best[pattern] for pattern in PATTERNS if pattern in best]]
         return rows[["pattern", "layer", "head", *QUANTITIES]].reset_index(drop=True)
 
 
 def row_patterns(values: Array, special: NDArray[np.bool_], causal: bool = False) -> Array:
-    r"""How much each row is of each pattern.
+    r"""Scores of each row for each pattern.
 
-    Of the first four of :data:`PATTERNS` it is the share of their keys. A row is broad by its entropy over
-    that of a row which is even over the :math:`n` keys that the query sees,
-    :math:`-\sum_i c_{ji} \log c_{ji} / \log n`: 1 of an even row, 0 of one that is all on one token.
+    For the first four of :data:`PATTERNS` the score is the share of the pattern's keys. For ``"broad"`` it is
+    the entropy of the row divided by that of an even row over the :math:`n` keys that the query sees,
+    :math:`-\sum_i c_{ji} \log c_{ji} / \log n`: 1 for an even row, 0 for a row that is all on one token.
 
     Args:
-        values: ``[layer, head, query, key]``, the rows of which sum to 1.
-        special: ``[key]``, whether a token is a delimiter.
+        values: ``[layer, head, query, key]``, with rows that sum to 1.
+        special: Whether each token is a delimiter, ``[key]``.
         causal: Whether queries see no later keys.
 
     Returns:
         ``[layer, head, pattern, query]``; NaN where a query sees no key of the pattern, and for the entropy
-        where it sees a single key, or nothing reaches it.
+        where a query sees a single key or its row is zero.
     """
     tokens = len(special)
     seen = np.tri(tokens, dtype=bool) if causal else np.ones((tokens, tokens), dtype=bool)
@@ -122,91 +155,40 @@ def row_patterns(values: Array, special: NDArray[np.bool_], causal: bool = False
 
 
 def _breadth(values: Array, visible: NDArray[np.int64]) -> Array:
-    """The entropy of rows over that of even ones, ``[layer, head, query]``."""
+    """The entropy of rows divided by that of even rows, ``[layer, head, query]``."""
     defined = (visible > 1) & values.any(-1)
     even = np.log(np.maximum(visible, 2))
     return np.where(defined, entr(values).sum(-1) / even, np.nan)
 
 
-def delimiters(encoding: Encoding) -> NDArray[np.bool_]:
-    """Whether each token is a delimiter, ``[token]``: a special token, such as ``[CLS]``, ``[SEP]`` or one
-    that begins a text, which is of no word. Full stops and commas are words. Where the tokenizer does not
-    tell words, no token is known to be one.
+# --- an example -----------------------------------------------------------------------------------
+
+
+def example_text(lengths: Sequence[int]) -> int:
+    """The number of the text to show, given the number of tokens of each: the shortest with at least
+    :data:`SHORTEST_EXAMPLE` tokens, or the longest if there is none.
     """
-    if encoding.words is None:
-        return np.zeros(len(encoding), dtype=bool)
-    return np.array([word is None for word in encoding.words])
-
-
-# --- a text to show -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A text that may be shown.
-
-    Attributes:
-        tokens: Labels of its tokens.
-        maps: Arrays ``[layer, head, query, key]`` of ``"attention"``, ``"previous_layer"`` and ``"input"``.
-    """
-
-    tokens: list[str]
-    maps: dict[str, Array]
-
-    @classmethod
-    def of(cls, results: Mapping[str, Contributions]) -> Candidate:
-        """Of the contributions of one text, by source, the input among them."""
-        sources = [name for name in ("previous_layer", "input") if name in results]
-        maps = {"attention": results["input"].attention} | {name: results[name].values for name in sources}
-        arrays = {name: values[0].double().numpy() for name, values in maps.items()}
-        return cls(results["input"].tokens[0], arrays)
-
-
-@dataclass(frozen=True)
-class PatternExamples:
-    """What heads of simple patterns do in one text.
-
-    Attributes:
-        tokens: Labels of its tokens.
-        titles: For each head its pattern and its place.
-        maps: Arrays ``[pattern, query, key]`` of ``"attention"``, ``"previous_layer"`` and ``"input"``.
-    """
-
-    tokens: list[str]
-    titles: list[str]
-    maps: dict[str, Array]
-
-
-def text_to_show(lengths: Sequence[int]) -> int:
-    """The number of the text to show, by the number of tokens of each: the shortest of at least
-    :data:`SHORTEST_SHOWN`, or the longest where there is none.
-    """
-    long = [number for number, length in enumerate(lengths) if length >= SHORTEST_SHOWN]
+    long = [number for number, length in enumerate(lengths) if length >= SHORTEST_EXAMPLE]
     if long:
         return min(long, key=lengths.__getitem__)
     return max(range(len(lengths)), key=lengths.__getitem__)
 
 
-def pattern_examples(
-    candidates: Sequence[Candidate], chosen: pd.DataFrame, layers: Sequence[int]
-) -> PatternExamples:
-    """What is shown of each pattern.
+def pattern_example(
+    tokens: list[str], maps: dict[str, Array], chosen: pd.DataFrame, layers: Sequence[int]
+) -> PatternExample:
+    """The chosen heads in one text.
 
     Args:
-        candidates: Texts, of which :func:`text_to_show` is shown.
-        chosen: Heads, as :meth:`Patterns.chosen` gives.
-        layers: The layers of the layer axis of the candidates.
-
-    Raises:
-        ValueError: If there is no candidate.
+        tokens: Labels of its tokens.
+        maps: Attention and contributions by name, ``[layer, head, query, key]``.
+        chosen: Heads, as :meth:`Patterns.chosen` returns.
+        layers: Numbers of the layers on the layer axis.
     """
-    if not candidates:
-        raise ValueError("there is no text to show: pass at least one candidate")
-    shown = candidates[text_to_show([len(candidate.tokens) for candidate in candidates])]
     rows = list(zip(chosen["pattern"], chosen["layer"], chosen["head"], strict=True))
     places = [list(layers).index(layer) for _, layer, _ in rows]
-    return PatternExamples(
-        tokens=shown.tokens,
+    return PatternExample(
+        tokens=tokens,
         titles=[f"{pattern}: layer {layer}, head {head}" for pattern, layer, head in rows],
-        maps={name: values[places, chosen["head"]] for name, values in shown.maps.items()},
+        maps={name: values[places, chosen["head"]] for name, values in maps.items()},
     )

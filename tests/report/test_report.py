@@ -15,13 +15,21 @@ import pytest
 from browser import BROWSER, PHONE, SCREEN, visit
 from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
 
+from captum_hta.report import files as report_files
 from captum_hta.report import one_study as report
-from captum_hta.report.sections import LAYER_COLUMNS
-from captum_hta.study.findings import findings
-from captum_hta.study.run import Setting, Study, run
+from captum_hta.report.findings import found_in
+from captum_hta.report.layers import COLUMNS as LAYER_COLUMNS
+from captum_hta.study.correlations import Correlations
+from captum_hta.study.effective_attention import EffectiveCorrelation
+from captum_hta.study.errors import ProbeErrors
+from captum_hta.study.mixing import Mixing
+from captum_hta.study.outputs import MANIFEST
+from captum_hta.study.positions import RelativePositions
+from captum_hta.study.run import Study, run
+from captum_hta.study.settings import StudySettings
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
-EXACT = Setting(n_probes=None)
+EXACT = StudySettings(n_probes=None)
 RECORD = {"model": "a <tiny> BERT & co", "arguments": {"data": "<none>"}, "counts": {"examples": 5}}
 FILES = {
     "correlations.csv",
@@ -45,6 +53,7 @@ FILES = {
     "mixing.csv",
     "run.json",
     "report.html",
+    MANIFEST,
 }
 
 
@@ -63,7 +72,7 @@ def study(model: TransformerLensModel) -> Study:
 @pytest.fixture(scope="module")
 def estimated(model: TransformerLensModel) -> Study:
     """A study of three of the texts with few probes."""
-    return run(model, TEXTS[:3], Setting(n_probes=2))
+    return run(model, TEXTS[:3], StudySettings(n_probes=2))
 
 
 class Page(HTMLParser):
@@ -134,7 +143,7 @@ def strict_json(path: Path) -> dict[str, Any]:
 @pytest.fixture
 def no_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report whose figures are not drawn, which is quick to write."""
-    monkeypatch.setattr(report, "png", lambda figure: b"")
+    monkeypatch.setattr(report_files, "png", lambda figure: b"")
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +161,7 @@ def folder(files: list[Path]) -> Path:
 def test_all_files_are_written(files: list[Path], folder: Path) -> None:
     """And told, each once."""
     assert {path.name for path in folder.iterdir()} == FILES
-    assert sorted(files) == sorted(folder.iterdir())
+    assert {path.name for path in files} == FILES - {MANIFEST}
     assert all(path.stat().st_size > 0 for path in files)
 
 
@@ -161,20 +170,14 @@ def test_an_older_report_is_replaced(study: Study, estimated: Study, tmp_path: P
     """What is in the folder is the newer."""
     written(tmp_path, estimated)
     files = written(tmp_path, study)
-    assert sorted(files) == sorted(tmp_path.iterdir())
+    assert {path.name for path in files} == {path.name for path in tmp_path.iterdir()} - {MANIFEST}
     assert strict_json(tmp_path / "run.json")["standard_errors"] == {}
 
 
 def test_tables_are_read_back(study: Study, folder: Path) -> None:
     """What is in the files is what the study says."""
-    for file, name in (
-        ("correlations", "correlations"),
-        ("relative_positions", "relative_positions"),
-        ("centres_of_mass", "centres_of_mass"),
-        ("layers", "layer_summary"),
-    ):
-        found = pd.read_csv(folder / f"{file}.csv")
-        expected = getattr(study, name)()
+    for name, expected in study.tables().items():
+        found = pd.read_csv(folder / f"{name}.csv")
         pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=0, atol=1e-14)
 
 
@@ -183,8 +186,8 @@ def test_run_record(study: Study, folder: Path) -> None:
     found = strict_json(folder / "run.json")
     assert {name: found[name] for name in RECORD} == RECORD
     assert set(RECORD) == {"model", "arguments", "counts"}
-    assert found["findings"] == study.findings()
-    assert found["beside_the_paper"] == [one.record() for one in findings(study)]
+    assert found["findings"] == study[Correlations].shares_of_heads()
+    assert found["beside_the_paper"] == [one.record() for one in found_in(study)]
     assert found["standard_errors"] == {}
     assert found["modes"] == study.plans
     assert {"python", "torch", "captum-hta"} <= set(found["versions"])
@@ -215,7 +218,7 @@ def test_every_figure_is_described(study: Study, folder: Path) -> None:
     alts = [image["alt"] or "" for image in read(folder).images]
     assert len(set(alts)) == 11
     assert all(len(alt) > 40 for alt in alts)
-    layers, mixing = study.layer_summary(), study.mixing.table()
+    layers, mixing = study.tables()["layers"], study[Mixing].table()
     for alt, table, column in (
         (alts[0], layers, "pearson_previous_layer_median"),
         (alts[0], layers, "spearman_previous_layer_median"),
@@ -231,7 +234,7 @@ def test_every_figure_is_described(study: Study, folder: Path) -> None:
 
 def test_highest_bars_are_counted(study: Study, folder: Path) -> None:
     """A head at a time, for attention and input contribution."""
-    positions = study.relative_positions()
+    positions = study[RelativePositions].table()
     for image, quantity in zip(read(folder).images[1:3], ("attention", "input"), strict=True):
         heads = positions[positions["quantity"] == quantity].groupby(["layer", "head"])
         highest = [group.sort_values("value")["offset"].iloc[-1] for _, group in heads]
@@ -249,7 +252,7 @@ def test_the_page_shows_the_figures_and_numbers(study: Study, folder: Path) -> N
     shown = [
         [float(text) for text in row] for row in page.tables["Correlations and centres of mass by layer"][1:]
     ]
-    expected = study.layer_summary()[list(LAYER_COLUMNS)]
+    expected = study.tables()["layers"][list(LAYER_COLUMNS)]
     np.testing.assert_allclose(shown, expected, atol=5.1e-4)
     assert RECORD["model"] in page.words
     assert "exact" in page.words
@@ -260,7 +263,7 @@ def test_the_page_shows_every_head(study: Study, folder: Path, source: str) -> N
     """Correlations with their errors, and how many rows they are of."""
     name = {"previous layer": "previous-layer contribution", "input": "input contribution"}[source]
     rows = read(folder).tables[f"Attention and {name} by head"]
-    table = study.correlations()
+    table = study[Correlations].table()
     table = table[table["source"] == source.replace(" ", "_")]
     assert rows[1:] == [
         [
@@ -276,7 +279,7 @@ def test_the_page_shows_every_head(study: Study, folder: Path, source: str) -> N
 def test_the_page_shows_hidden_tokens(study: Study, folder: Path) -> None:
     """The share of the own input with its error, and every distance that occurs."""
     rows = read(folder).tables["Hidden tokens by layer"]
-    mixing = study.mixing.table()
+    mixing = study[Mixing].table()
     assert rows[0][-7:] == [f"{distance} away" for distance in range(1, 8)]
     for row, one in zip(rows[1:], mixing.itertuples(), strict=True):
         assert row[1] == f"{one.own_mean:.3f} ± {one.own_mean_error:.3f}"
@@ -289,8 +292,8 @@ def test_the_page_shows_effective_attention(study: Study, folder: Path) -> None:
     """Of texts that are longer than a head is wide, and of others."""
     name = "Attention and effective attention up to the width of a head and beyond"
     rows = read(folder).tables[name][1:]
-    expected = study.effective.width_table()
-    width = study.effective.d_head
+    expected = study[EffectiveCorrelation].width_table()
+    width = study.size.d_head
     for row, one in zip(rows, expected.itertuples(), strict=True):
         assert row[1] == (f"more than {width}" if one.longer_than_d_head else f"to {width}")
         assert row[2].startswith(f"{one.correlation:.3f}")
@@ -299,12 +302,12 @@ def test_the_page_shows_effective_attention(study: Study, folder: Path) -> None:
 def test_the_page_holds_findings_against_the_study(study: Study, folder: Path) -> None:
     """The first section: each finding with this run's number, and whether it holds."""
     page = read(folder)
-    assert page.ids[0] == "beside-the-paper"
+    assert page.ids[0] == "compared-with-the-papers"
     rows = page.tables["Findings of the papers"][1:]
-    found = findings(study)
+    found = found_in(study)
     assert [row[0] for row in rows] == [one.finding.sentence for one in found]
     assert [row[1] for row in rows] == [one.verdict for one in found]
-    assert rows[0][2] == f"{study.findings()['share_of_heads_pearson_over_0.7']:.1%}"
+    assert rows[0][2] == f"{study[Correlations].shares_of_heads()['share_of_heads_pearson_over_0.7']:.1%}"
     holding = sum(one.holds is True for one in found)
     assert f"Of {len(found)} findings of the papers {holding} hold here" in page.words
 
@@ -318,39 +321,24 @@ def test_rows_left_out_are_told(model: TransformerLensModel, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("no_images")
-@pytest.mark.parametrize(
-    ("seconds", "told"),
-    [(12.5, ["in all", "12.5"]), ({"reading": 1.5, "study": 9}, ["reading", "1.5", "study", "9"])],
-    ids=["number", "parts"],
-)
-@pytest.mark.parametrize("in_counts", [True, False], ids=["in-counts", "in-record"])
-def test_seconds_are_told(
-    study: Study, tmp_path: Path, seconds: Any, told: list[str], in_counts: bool
-) -> None:
-    """In one number or by parts, wherever the record has them."""
-    counts = RECORD["counts"] | ({"seconds": seconds} if in_counts else {})
-    record = RECORD | {"counts": counts} | ({} if in_counts else {"seconds": seconds})
-    written(tmp_path, study, record=record)
+def test_the_page_shows_seconds(study: Study, tmp_path: Path) -> None:
+    """Those of each step, by their names."""
+    written(tmp_path, study, record=RECORD | {"seconds": {"reading": 1.5, "study": 9}})
     words = words_of(tmp_path / "report.html").split("Seconds", 1)[1].split("Modes", 1)[0]
-    assert [line for line in map(str.strip, words.split("\n")) if line] == [
-        "".join(pair) for pair in zip(told[::2], told[1::2], strict=True)
-    ]
+    assert [line for line in map(str.strip, words.split("\n")) if line] == ["reading1.5", "study9"]
 
 
 @pytest.mark.usefixtures("no_images")
 def test_layers_that_were_not_studied(model: TransformerLensModel, tmp_path: Path) -> None:
     """What the papers say of them is not measured, on the page and in the record."""
-    written(tmp_path, run(model, TEXTS[:2], Setting([0], n_probes=None)), num_layers=2)
+    study = run(model, TEXTS[:2], StudySettings([0], n_probes=None))
+    written(tmp_path, study)
     verdicts = {row[0]: row[1] for row in read(tmp_path).tables["Findings of the papers"][1:]}
     holds = {one["sentence"]: one["holds"] for one in strict_json(tmp_path / "run.json")["beside_the_paper"]}
     assert {name for name, verdict in verdicts.items() if verdict != "not measured"} == {
         name for name, held in holds.items() if held is not None
     }
-    measured = [
-        one.finding.key
-        for one in findings(run(model, TEXTS[:2], Setting([0], n_probes=None)), 2)
-        if one.holds is not None
-    ]
+    measured = [one.finding.key for one in found_in(study) if one.holds is not None]
     assert measured == ["own_share_first_layer"]
 
 
@@ -375,7 +363,7 @@ def small(model: TransformerLensModel, texts: list[str], folder: Path) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch, at its first tangent
-        found = run(model, texts, Setting(n_probes=4))
+        found = run(model, texts, StudySettings(n_probes=4))
     written(folder, found)
     strict_json(folder / "run.json")
     return words_of(folder / "report.html")
@@ -399,7 +387,7 @@ def test_small_studies_have_no_nan(model: TransformerLensModel, tmp_path: Path, 
 def test_the_page_tells_the_standard_error(estimated: Study, tmp_path: Path) -> None:
     """Estimates are called so, with their error."""
     written(tmp_path, estimated)
-    errors, words = estimated.probe_errors()["input"], words_of(tmp_path / "report.html")
+    errors, words = estimated[ProbeErrors].summary()["input"], words_of(tmp_path / "report.html")
     assert f"{errors['mean']:.4f}" in words
     assert f"{errors['largest']:.4f}" in words
     assert "exact" not in words
@@ -410,7 +398,7 @@ def test_the_page_tells_the_standard_error(estimated: Study, tmp_path: Path) -> 
 def test_one_probe_is_refused_or_told(model: TransformerLensModel, tmp_path: Path) -> None:
     """It has no standard error: neither one of zero, nor one that JSON can hold."""
     try:
-        written(tmp_path, run(model, ["a b"], Setting(n_probes=1)))
+        written(tmp_path, run(model, ["a b"], StudySettings(n_probes=1)))
     except ValueError:
         return
     strict_json(tmp_path / "run.json")

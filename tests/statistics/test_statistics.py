@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from captum_hta.statistics.accumulators import Mean, RelativePosition
+from captum_hta.statistics.accumulators import OffsetHistogram, RowMean
 from captum_hta.statistics.correlations import row_correlations
 
 # --- correlations ---------------------------------------------------------------------------------
@@ -84,9 +84,9 @@ def examples(count: int = 9, shape: tuple[int, ...] = (2, 3)) -> list[np.ndarray
     return found
 
 
-def mean_of(rows: list[np.ndarray], shape: tuple[int, ...] = (2, 3)) -> Mean:
+def mean_of(rows: list[np.ndarray], shape: tuple[int, ...] = (2, 3)) -> RowMean:
     """An accumulator that has seen the examples."""
-    mean = Mean.zero(*shape)
+    mean = RowMean.zero(*shape)
     for example in rows:
         mean.add(example)
     return mean
@@ -129,7 +129,7 @@ def test_merging_any_split_gives_the_same(seed: int) -> None:
     """Mean, error and counts depend on no order or split; merging changes only the first."""
     rng, rows = np.random.default_rng(seed), examples()
     parts = rng.integers(0, 3, len(rows))
-    whole, merged = mean_of(rows), Mean.zero(2, 3)
+    whole, merged = mean_of(rows), RowMean.zero(2, 3)
     for part in rng.permutation(3):
         other = mean_of([rows[i] for i in rng.permutation(len(rows)) if parts[i] == part])
         before = other.sums.copy()
@@ -147,7 +147,7 @@ def test_merging_any_split_gives_the_same(seed: int) -> None:
 def test_standard_error_is_the_spread_of_means(cluster: float, trend: float) -> None:
     """Clustered rows, of examples whose value may go with their length: repeat and compare."""
     rng, repeats, longest = np.random.default_rng(3), 2000, 12
-    mean = Mean.zero(repeats)
+    mean = RowMean.zero(repeats)
     for _ in range(80):
         lengths = rng.integers(1, longest + 1, (repeats, 1))
         common = cluster * rng.normal(size=(repeats, 1)) + trend * lengths
@@ -200,9 +200,9 @@ def patterns(lengths: list[int]) -> list[np.ndarray]:
     return [rng.dirichlet(np.full(n, 0.4), (2, 3, n)) for n in lengths]
 
 
-def position_of(values: list[np.ndarray], longest: int) -> RelativePosition:
+def position_of(values: list[np.ndarray], longest: int) -> OffsetHistogram:
     """An accumulator that has seen the examples."""
-    position = RelativePosition.zero(*values[0].shape[:2], longest)
+    position = OffsetHistogram.zero(*values[0].shape[:2], longest)
     for value in values:
         position.add(value)
     return position
@@ -223,7 +223,7 @@ def test_errors_of_relative_positions_are_those_of_means() -> None:
     values = patterns([3, 6, 4, 6])
     position = position_of(values, 6)
     for place, offset in enumerate(position.offsets):
-        mean = Mean.zero(2, 3)
+        mean = RowMean.zero(2, 3)
         for value in values:
             if abs(offset) < value.shape[-1]:
                 mean.add(np.diagonal(value, offset, axis1=-2, axis2=-1))
@@ -308,7 +308,7 @@ def test_histograms_merge(seed: int) -> None:
 @pytest.mark.filterwarnings("error")
 def test_centre_of_mass_of_nothing_is_undefined() -> None:
     """No mass, no centre, and no warning."""
-    found = RelativePosition.zero(1, 2, 3)
+    found = OffsetHistogram.zero(1, 2, 3)
     assert (found.histogram() == 0).all()
     assert np.isnan(found.centre_of_mass()).all()
 
@@ -326,6 +326,6 @@ def test_a_text_longer_than_said_is_refused_and_changes_nothing(length: int) -> 
 @pytest.mark.parametrize("longest", [1, 2, 4])
 def test_histograms_of_different_sizes_do_not_merge(longest: int) -> None:
     """They have no common offsets; nothing is broadcast in silence."""
-    found = RelativePosition.zero(1, 1, 3)
+    found = OffsetHistogram.zero(1, 1, 3)
     with pytest.raises(ValueError):  # noqa: PT011
-        found.merge(RelativePosition.zero(1, 1, longest))
+        found.merge(OffsetHistogram.zero(1, 1, longest))

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +21,14 @@ from tokenizing import byte_level
 from captum_hta import load_model
 from captum_hta.cli import main
 from captum_hta.integrations import TransformerLensModel
-from captum_hta.study import identifiability
 from captum_hta.study import run as study
+from captum_hta.study import token_maps
 from captum_hta.study.checkpoint import OtherRunError, Shards, write_whole
-from captum_hta.study.effective import EffectiveAgreement
-from captum_hta.study.mixing import Mixing
-from captum_hta.study.patterns import Patterns
-from captum_hta.study.run import Setting, Study, run
+from captum_hta.study.run import Study, run
+from captum_hta.study.settings import StudySettings
 
 TEXTS = [" ".join(f"w{n}" for n in range(number, number + 2 + number % 5)) for number in range(20)]
-SETTING = Setting(n_probes=2)
+SETTINGS = StudySettings(n_probes=2)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +37,9 @@ def model() -> TransformerLensModel:
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "PART", 1)
-    monkeypatch.setattr(identifiability, "EPOCHS", 1)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "SHARD", 1)
+    monkeypatch.setattr(token_maps, "EPOCHS", 1)
 
 
 class StoppedError(Exception):
@@ -48,7 +47,7 @@ class StoppedError(Exception):
 
 
 def assert_equal(first: Study, second: Study) -> None:
-    """To the last bit."""
+    """Exactly."""
     one, two = first.arrays(), second.arrays()
     assert one.keys() == two.keys()
     for name in one.keys() - {"seconds"}:
@@ -58,7 +57,7 @@ def assert_equal(first: Study, second: Study) -> None:
 
 def test_a_stopped_run_goes_on(model: TransformerLensModel, tmp_path: Path) -> None:
     """After any number of parts, with the numbers of a run that was not stopped; what is done stays."""
-    expected = run(model, TEXTS, SETTING)
+    expected = run(model, TEXTS, SETTINGS)
     for stop in (0.1, 0.5, 0.9):
         folder = tmp_path / str(stop)
 
@@ -71,25 +70,25 @@ def test_a_stopped_run_goes_on(model: TransformerLensModel, tmp_path: Path) -> N
                 raise StoppedError
 
         with pytest.raises(StoppedError):
-            run(model, TEXTS, SETTING, advance, Shards(folder, {"seed": 0}))
+            run(model, TEXTS, SETTINGS, advance, Shards(folder, {"seed": 0}))
         kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
-        assert_equal(run(model, TEXTS, SETTING, shards=Shards(folder, {"seed": 0})), expected)
+        assert_equal(run(model, TEXTS, SETTINGS, shards=Shards(folder, {"seed": 0})), expected)
         assert {path: path.stat().st_mtime_ns for path in kept} == kept
         assert len(list(folder.glob("*.safetensors"))) > max(1, len(kept))
 
 
 def test_a_finished_run_computes_nothing(model: TransformerLensModel, tmp_path: Path, monkeypatch) -> None:
     """Its parts are read, and progress is told all the same."""
-    first = run(model, TEXTS, SETTING, shards=Shards(tmp_path, {}))
+    first = run(model, TEXTS, SETTINGS, shards=Shards(tmp_path, {}))
     monkeypatch.setattr(Study, "add_group", None)
     told = []
-    assert_equal(run(model, TEXTS, SETTING, told.append, Shards(tmp_path, {})), first)
+    assert_equal(run(model, TEXTS, SETTINGS, told.append, Shards(tmp_path, {})), first)
     assert sum(told) == pytest.approx(1)
 
 
 def test_any_split_merges_to_the_same(model: TransformerLensModel) -> None:
     """Numbers of two halves together are those of the whole, to rounding."""
-    whole, first, second = (run(model, texts, SETTING) for texts in (TEXTS, TEXTS[:7], TEXTS[7:]))
+    whole, first, second = (run(model, texts, SETTINGS) for texts in (TEXTS, TEXTS[:7], TEXTS[7:]))
     empty = empty_study(whole)
     for half in (second, first):
         padded = empty_study(whole)
@@ -104,15 +103,8 @@ def test_any_split_merges_to_the_same(model: TransformerLensModel) -> None:
 
 
 def empty_study(like: Study) -> Study:
-    """A study of no example, for texts of at most 8 tokens."""
-    return Study.empty(
-        like.layers,
-        like.heads,
-        8,
-        mixing=Mixing.empty(like.layers),
-        patterns=Patterns.empty(like.layers, like.heads),
-        effective=EffectiveAgreement.empty(like.layers, 8, like.effective.d_head),
-    )
+    """A study without texts, for texts of at most 8 tokens."""
+    return Study(replace(like.size, longest=8), list(like.analyses))
 
 
 def widened(into: Study, found: Study) -> None:
@@ -175,8 +167,8 @@ def test_a_part_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from captum_hta.cli import main
-from captum_hta.study import identifiability, run
-run.PART, identifiability.EPOCHS = 1, 1
+from captum_hta.study import run, token_maps
+run.SHARD, token_maps.EPOCHS = 1, 1
 replace, moment = os.replace, sys.argv.pop(1)
 def kill(part, path):
     if str(path).endswith("000001.safetensors"):

@@ -18,10 +18,11 @@ from captum_hta.report import one_study as report
 from captum_hta.study import run as study
 from captum_hta.study.checkpoint import Shards
 from captum_hta.study.folder import check_nothing_kept
-from captum_hta.study.run import Setting, run
+from captum_hta.study.run import run
+from captum_hta.study.settings import StudySettings
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
-SETTING = Setting(n_probes=None)
+SETTINGS = StudySettings(n_probes=None)
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,10 @@ def folder(model: TransformerLensModel, tmp_path_factory: pytest.TempPathFactory
     """Of a finished study that kept its matrices, in several parts."""
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "PART", 1)
-        found = run(model, TEXTS, SETTING, shards=Shards(folder / "parts", {}), kept_in=folder)
-        patch.setattr(report, "figures", lambda study: [])
-        report.write(folder, found, {"model": "bert", "arguments": {}, "counts": {"examples": 5}})
+        patch.setattr(study, "SHARD", 1)
+        found = run(model, TEXTS, SETTINGS, shards=Shards(folder / "parts", {}), kept_in=folder)
+        record = {"model": "bert", "arguments": {}, "counts": {"examples": 5}}
+        report.write(folder, found, record, sections=[])
     return folder
 
 
@@ -76,7 +77,7 @@ def test_cross_attention_has_keys_of_its_own(tmp_path: Path) -> None:
     """Their labels are told, and matrices are numbers."""
     cross = TransformersModel(tiny("T5"), WordTokenizer(), part="cross")
     keep_in = tmp_path / "study"
-    found = run(cross, [("a b c", "d e f g")], SETTING, kept_in=keep_in)
+    found = run(cross, [("a b c", "d e f g")], SETTINGS, kept_in=keep_in)
     report.write(keep_in, found, {"model": "T5", "arguments": {}, "counts": {"examples": 1}})
     kept = open_study(keep_in)
     assert kept[0]["input"].shape[-2:] == (len(kept.tokens(0)), len(kept.key_tokens(0)))
@@ -103,7 +104,7 @@ def test_tables_and_record(folder: Path) -> None:
 
 def test_a_folder_without_a_study(tmp_path: Path) -> None:
     """What to name is said."""
-    with pytest.raises(ValueError, match="holds no finished study: name the folder"):
+    with pytest.raises(ValueError, match="holds no finished study: pass the folder"):
         open_study(tmp_path)
 
 
@@ -129,5 +130,5 @@ def test_what_was_not_kept_is_computed_again(model: TransformerLensModel, tmp_pa
     """A part counts as done only after its matrices are on disk."""
     (tmp_path / "contributions").write_text("in the way")
     with pytest.raises(OSError, match="contributions"):
-        run(model, TEXTS[:1], SETTING, shards=Shards(tmp_path / "parts", {}), kept_in=tmp_path)
+        run(model, TEXTS[:1], SETTINGS, shards=Shards(tmp_path / "parts", {}), kept_in=tmp_path)
     assert 0 not in Shards(tmp_path / "parts", {})

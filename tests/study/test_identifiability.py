@@ -1,4 +1,4 @@
-"""Whether hidden tokens tell their inputs: on tokens whose answer is known, and one token at a time."""
+"""Whether tokens are identified: on tokens whose answer is known, and one token at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ from torch import Tensor
 from captum_hta.integrations import TransformerLensModel, TransformersModel
 from captum_hta.model.encoding import Encoding
 from captum_hta.model.protocol import Model
-from captum_hta.study import corpus, identifiability
+from captum_hta.model.sites import observed
+from captum_hta.study import corpus, identifiability, token_maps
 from captum_hta.study.checkpoint import Shards
 from captum_hta.study.identifiability import (
     DISTANCES,
     MAPS,
     Identifiability,
-    Tokens,
-    fit,
+    hits,
     identified,
     identify,
+    read_tokens,
+    sampled,
+    split_counts,
+    unique_share,
 )
+from captum_hta.study.token_maps import Tokens, fit
 from captum_hta.texts import encoded
 
 LEARNT = [(kind, distance) for kind in MAPS[1:] for distance in DISTANCES]
@@ -35,7 +40,7 @@ LEARNT = [(kind, distance) for kind in MAPS[1:] for distance in DISTANCES]
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little training, where it does not matter how well maps are learnt."""
-    monkeypatch.setattr(identifiability, "EPOCHS", 2)
+    monkeypatch.setattr(token_maps, "EPOCHS", 2)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -58,12 +63,12 @@ def read(model: Model, count: int) -> list[Encoding]:
 def sides(hidden: Tensor, inputs: Tensor, length: int) -> list[Tokens]:
     """Tokens of texts of one length, 70 of 100 for training and 15 for validation."""
     count = len(hidden) // length
-    return Tokens(hidden, inputs, [length] * count).split(identifiability._split(count))
+    return Tokens(hidden, inputs, [length] * count).split(split_counts(count))
 
 
 def share(kind: str, distance: str, hidden: Tensor, inputs: Tensor, length: int = 10) -> float:
     """The share of test tokens that are identified."""
-    found, _ = identifiability._measured(kind, distance, *sides(hidden, inputs, length), seed=0)
+    found, _ = hits(kind, distance, *sides(hidden, inputs, length), seed=0)
     return found.mean()
 
 
@@ -101,7 +106,7 @@ def test_an_equal_neighbour_is_not_the_own(distance: str) -> None:
         tokens = Tokens(inputs, inputs, [length])
         expected = [False, *[True] * (length - 2), False]
         assert identified(inputs, tokens, distance).tolist() == expected
-        assert identifiability._unique(tokens) == (length - 2) / length
+        assert unique_share(tokens) == (length - 2) / length
 
 
 # --- maps ------------------------------------------------------------------------------------------
@@ -145,7 +150,7 @@ def test_hidden_tokens_that_know_nothing(kind: str, distance: str) -> None:
 @pytest.mark.parametrize(("kind", "distance"), LEARNT)
 def test_the_best_weights_are_kept(kind: str, distance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the lowest loss on validation tokens: no number of epochs gives lower ones, up to the last."""
-    monkeypatch.setattr(identifiability, "RATE", 0.03)
+    monkeypatch.setattr(token_maps, "RATE", 0.03)
     hidden, inputs = normal(400, 16, seed=1), normal(400, 16)
     training, validation, _ = sides(hidden + 0.3 * inputs, inputs, 10)
 
@@ -159,10 +164,10 @@ def test_the_best_weights_are_kept(kind: str, distance: str, monkeypatch: pytest
         return float(np.mean([float((x - y).norm()) for x, y in zip(mapped, own, strict=True)])), epochs
 
     found, epochs = loss()
-    assert epochs < identifiability.EPOCHS - identifiability.PATIENCE
+    assert epochs < token_maps.EPOCHS - token_maps.PATIENCE
     losses = []
-    for most in range(1, epochs + identifiability.PATIENCE + 1):
-        monkeypatch.setattr(identifiability, "EPOCHS", most)
+    for most in range(1, epochs + token_maps.PATIENCE + 1):
+        monkeypatch.setattr(token_maps, "EPOCHS", most)
         losses.append(loss())
     assert min(losses) == losses[epochs - 1] == (found, epochs)
     assert losses[-1] == losses[epochs - 1]
@@ -185,7 +190,7 @@ def test_a_component_that_does_not_vary(kind: str) -> None:
 @pytest.mark.parametrize("count", [1, 9, 10, 33, 512])
 def test_the_split(count: int) -> None:
     """70, 15 and 15 percent to whole texts, the rest to the test; of few texts all."""
-    training, validation, test = identifiability._split(count)
+    training, validation, test = split_counts(count)
     assert training + validation + test == count
     if count < identifiability.FEWEST:
         assert test == count
@@ -197,15 +202,15 @@ def test_the_split(count: int) -> None:
 def test_no_text_is_on_two_sides(bert: TransformerLensModel) -> None:
     """Tokens of a side are those of its texts, and texts that occur twice are taken once."""
     encodings = read(bert, 20)
-    chosen = identifiability._chosen([*encodings, *encodings[::-1]], seed=3)
+    chosen = sampled([*encodings, *encodings[::-1]], seed=3)
     assert sorted(one.ids for one in chosen) == sorted(one.ids for one in encodings)
-    counts = identifiability._split(20)
-    tokens = identifiability.read_tokens(bert, chosen, 1).split(counts)
+    counts = split_counts(20)
+    tokens = read_tokens(bert, chosen, 1).split(counts)
     rest = iter(chosen)
     for side, count in zip(tokens, counts, strict=True):
         for length, (hidden, inputs) in zip(side.lengths, side.texts(side.hidden), strict=True):
             encoding = next(rest)
-            alone = identifiability.read_tokens(bert, [encoding], 1)
+            alone = read_tokens(bert, [encoding], 1)
             assert length == len(encoding)
             torch.testing.assert_close(hidden, alone.hidden)
             torch.testing.assert_close(inputs, alone.inputs)
@@ -217,7 +222,7 @@ def test_texts_are_chosen_by_seed(bert: TransformerLensModel, monkeypatch: pytes
     """At most so many, others for another seed."""
     monkeypatch.setattr(identifiability, "SENTENCES", 7)
     encodings = read(bert, 30)
-    first, again, other = (identifiability._chosen(encodings, seed) for seed in (0, 0, 1))
+    first, again, other = (sampled(encodings, seed) for seed in (0, 0, 1))
     assert len(first) == 7
     assert first == again
     assert first != other
@@ -231,7 +236,7 @@ def naive(model: Model, encodings: list[Encoding], layer: int, distance: str) ->
     found = []
     for encoding in encodings:
         batch = model.batch([encoding])
-        forward_pass = identifiability.observed(
+        forward_pass = observed(
             {"x": model.source(0), "e": model.target(layer, "layer")},
             lambda batch=batch: model.forward(*batch.inputs, *batch.extra),
         )
@@ -255,7 +260,7 @@ def check_naive(model: Model) -> None:
     encodings = read(model, 14)
     result = identify(model, encodings, None, seed=2)
     table = result.table().set_index(["layer", "map", "distance"])
-    test = identifiability._chosen(encodings, 2)[-result.sentences[2] :]
+    test = sampled(encodings, 2)[-result.sentences[2] :]
     assert result.sentences == (9, 2, 3)
     for layer in range(model.num_layers):
         for distance in DISTANCES:
@@ -269,7 +274,7 @@ def check_naive(model: Model) -> None:
             assert (row["tokens"], row["chance"]) == (tokens, pytest.approx(3 / tokens))
     assert table["identified"].between(0, 1).all()
     trained = table.query("map != 'none'")["epochs"]
-    assert trained.between(1, identifiability.EPOCHS).all()
+    assert trained.between(1, token_maps.EPOCHS).all()
     assert (table.query("map == 'none'")["epochs"] == 0).all()
 
 
@@ -340,10 +345,11 @@ def test_a_result_is_read_back(bert: TransformerLensModel, tmp_path: Path, count
     """From a shard, with all that it says."""
     result = identify(bert, read(bert, count))
     shards = Shards(tmp_path, {})
-    shards.write(0, result.arrays())
-    back = Identifiability.of(shards.read(0))
+    shards.write(0, result.results())
+    back = Identifiability(result.size)
+    back.restore_results(shards.read(0))
     pd.testing.assert_frame_equal(back.table(), result.table())
-    assert (back.layers, back.sentences, back.note) == (result.layers, result.sentences, result.note)
+    assert (back.sentences, back.note) == (result.sentences, result.note)
 
 
 def test_what_cannot_be_identified(bert: TransformerLensModel) -> None:
@@ -353,7 +359,7 @@ def test_what_cannot_be_identified(bert: TransformerLensModel) -> None:
     with pytest.raises(ValueError, match="layers 0 to 1"):
         identify(bert, read(bert, 2), [2])
     crossed = TransformersModel(tiny("BART"), WordTokenizer(60), part="cross")
-    with pytest.raises(ValueError, match="self-attention"):
+    with pytest.raises(ValueError, match="its encoder or decoder alone"):
         identify(crossed, [])
 
 

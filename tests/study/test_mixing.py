@@ -1,15 +1,17 @@
-"""How much hidden tokens keep of themselves: on rows whose answer is known, and one token at a time."""
+"""Shares of the own input in hidden tokens: on rows whose answer is known, and one token at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from conftest import WordTokenizer, tiny_bert
+from studies import dimensions, text_result
 
 from captum_hta import contributions, load_model
 from captum_hta.statistics.accumulators import BINS, Distribution
 from captum_hta.study.mixing import NEIGHBOURS, Mixing, by_distance
-from captum_hta.study.run import Setting, run
+from captum_hta.study.run import run
+from captum_hta.study.settings import StudySettings
 
 
 def rows(layers: int, tokens: int, seed: int = 0) -> np.ndarray:
@@ -20,9 +22,9 @@ def rows(layers: int, tokens: int, seed: int = 0) -> np.ndarray:
 def test_one_token_at_a_time() -> None:
     """Shares, ranks and neighbours by loops over two texts."""
     texts = [rows(2, 5), rows(2, 13, seed=1)]
-    mixing = Mixing.empty([3, 4])
+    mixing = Mixing(dimensions([3, 4]))
     for values in texts:
-        mixing.add(values)
+        mixing.add(text_result(hidden=values))
     table = mixing.table()
     assert table["layer"].tolist() == [3, 4]
     for layer in range(2):
@@ -50,9 +52,9 @@ def test_one_token_at_a_time() -> None:
 
 
 def test_a_model_that_mixes_nothing() -> None:
-    """Its tokens are all their own."""
-    mixing = Mixing.empty([0])
-    mixing.add(np.eye(4)[None])
+    """All of a token is its own input."""
+    mixing = Mixing(dimensions([0]))
+    mixing.add(text_result(hidden=np.eye(4)[None]))
     table = mixing.table().iloc[0]
     assert "at_distance_4" not in table
     assert (table["own_mean"], table["own_is_largest"], table["own_rank"]) == (1, 1, 1)
@@ -61,7 +63,7 @@ def test_a_model_that_mixes_nothing() -> None:
 
 
 def test_distributions_merge() -> None:
-    """Quantiles of any split are the same; of nothing they are not known."""
+    """Quantiles of any split are the same; without values they are not defined."""
     values = np.random.default_rng(0).random((2, 100))
     whole, first, second = (Distribution.zero(2) for _ in range(3))
     whole.add(values)
@@ -73,13 +75,15 @@ def test_distributions_merge() -> None:
 
 
 def test_a_study_of_hidden_tokens() -> None:
-    """What the study tells is of contributions to hidden embeddings, from the sweep that heads have."""
+    """A study measures contributions to hidden embeddings, from the same sweep as those to heads."""
     model = load_model(tiny_bert(), tokenizer=WordTokenizer())
     texts = ["a b c d", "e f"]
-    found = run(model, texts, Setting(n_probes=None)).mixing.table()
-    expected = Mixing.empty([0, 1])
+    found = run(model, texts, StudySettings(n_probes=None))[Mixing].table()
+    expected = Mixing(dimensions([0, 1]))
     for text in texts:
-        expected.add(contributions(model, text, target="layer").values[0].numpy())
+        hidden = contributions(model, text, target="layer").values[0].numpy()
+        expected.add(text_result(hidden=hidden))
     for name in found:
         np.testing.assert_allclose(found[name], expected.table()[name], rtol=1e-9)
-    assert run(model, texts, Setting(norm="spectral", n_probes=None)).mixing is None
+    spectral = run(model, texts, StudySettings(norm="spectral", n_probes=None))
+    assert spectral.find(Mixing) is None

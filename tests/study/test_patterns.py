@@ -6,20 +6,20 @@ import math
 
 import numpy as np
 import pytest
+from studies import dimensions, text_result
 
-from captum_hta import contributions
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.encoding import Encoding
-from captum_hta.statistics.accumulators import Mean
+from captum_hta.study.encoded_corpus import special_tokens
 from captum_hta.study.patterns import (
     PATTERNS,
-    Candidate,
     Patterns,
-    delimiters,
-    pattern_examples,
+    example_text,
+    pattern_example,
     row_patterns,
-    text_to_show,
 )
+from captum_hta.study.run import run
+from captum_hta.study.settings import StudySettings
 
 TEXTS = [
     ("The cat sat on the mat.", "It slept."),
@@ -66,9 +66,10 @@ def test_one_row_at_a_time(causal: bool) -> None:
         }
         for tokens in (4, 7, 9)
     ]
-    patterns = Patterns.empty([3, 5], 3)
+    patterns = Patterns(dimensions([3, 5], 3))
     for text in texts:
-        patterns.add(text["attention"], text["input"], marked(text["attention"].shape[-1]))
+        special = marked(text["attention"].shape[-1])
+        patterns.add(text_result(text["attention"], text["input"], special))
     table = patterns.table().set_index(["layer", "head", "pattern"])
     assert len(table) == 2 * 3 * len(PATTERNS)
     for (layer, head, pattern), found in table.iterrows():
@@ -105,8 +106,8 @@ def test_heads_of_one_pattern() -> None:
         "itself": np.eye(tokens),
     }
     attention = np.stack(list(pure.values()))[None]
-    patterns = Patterns.empty([7], len(pure))
-    patterns.add(attention, np.broadcast_to(before, attention.shape), special)
+    patterns = Patterns(dimensions([7], len(pure)))
+    patterns.add(text_result(attention, np.broadcast_to(before, attention.shape), special))
     chosen = patterns.chosen()
     assert list(chosen.columns) == ["pattern", "layer", "head", "attention", "input"]
     assert chosen["pattern"].tolist() == list(PATTERNS)
@@ -118,11 +119,11 @@ def test_heads_of_one_pattern() -> None:
 
 def test_patterns_that_do_not_occur() -> None:
     """Without delimiters, and with no later key, no head is chosen for them; of one token, "itself" is."""
-    patterns = Patterns.empty([0], 2)
-    patterns.add(*[rows(1, 2, 5, causal=True)] * 2, np.zeros(5, dtype=bool))
+    patterns = Patterns(dimensions([0], 2))
+    patterns.add(text_result(rows(1, 2, 5, causal=True)))
     assert patterns.chosen()["pattern"].tolist() == ["previous token", "itself", "broad"]
-    single = Patterns.empty([0], 2)
-    single.add(*[np.ones((1, 2, 1, 1))] * 2, np.zeros(1, dtype=bool))
+    single = Patterns(dimensions([0], 2))
+    single.add(text_result(np.ones((1, 2, 1, 1))))
     assert single.chosen()["pattern"].tolist() == ["itself"]
 
 
@@ -136,28 +137,29 @@ def test_rows_that_nothing_reaches() -> None:
 def test_cross_attention_is_refused() -> None:
     """Its queries have no place among the keys."""
     with pytest.raises(ValueError, match="3 queries, 4 keys and 4 marks"):
-        Patterns.empty([0], 1).add(*[np.ones((1, 1, 3, 4)) / 4] * 2, marked(4))
+        Patterns(dimensions([0])).add(text_result(np.ones((1, 1, 3, 4)) / 4, special=marked(4)))
 
 
 def test_parts_merge() -> None:
     """Of any split of the texts the table is the same, also of parts that were written and read."""
-    whole, first, second = (Patterns.empty([0, 1], 2) for _ in range(3))
+    whole, first, second = (Patterns(dimensions([0, 1], 2)) for _ in range(3))
     for number, tokens in enumerate((4, 6, 9)):
-        example = rows(2, 2, tokens, number), rows(2, 2, tokens, 10 + number), marked(tokens)
-        whole.add(*example)
-        (first if number else second).add(*example)
-    for name, part in first.parts.items():
-        part.merge(Mean.of(second.parts[name].arrays()))
+        text = text_result(rows(2, 2, tokens, number), rows(2, 2, tokens, 10 + number), marked(tokens))
+        whole.add(text)
+        (first if number else second).add(text)
+    read = Patterns(whole.size)
+    read.restore(second.arrays())
+    first.merge(read)
     np.testing.assert_allclose(first.table().iloc[:, 3:], whole.table().iloc[:, 3:])
 
 
 def test_delimiters(minilm: TransformerLensModel) -> None:
     """Special tokens and no others; none where words are not known."""
     encoding = minilm.encode(("A cat, a dog.", "Yes."))
-    marked = [token for token, one in zip(encoding.tokens, delimiters(encoding), strict=True) if one]
+    marked = [token for token, one in zip(encoding.tokens, special_tokens(encoding), strict=True) if one]
     assert marked == ["[CLS]", "[SEP]", "[SEP]"]
-    assert delimiters(minilm.encode("\u200b")).all()  # nothing but special tokens
-    assert not delimiters(Encoding([1, 2], [0, 0], ["a", "b"])).any()
+    assert special_tokens(minilm.encode("\u200b")).all()  # nothing but special tokens
+    assert not special_tokens(Encoding([1, 2], [0, 0], ["a", "b"])).any()
 
 
 @pytest.mark.parametrize(
@@ -165,54 +167,36 @@ def test_delimiters(minilm: TransformerLensModel) -> None:
 )
 def test_the_text_to_show(lengths: list[int], number: int) -> None:
     """The shortest of those that are long enough."""
-    assert text_to_show(lengths) == number
+    assert example_text(lengths) == number
 
 
-def test_examples_of_patterns() -> None:
-    """The maps of the chosen heads in the chosen text, with what they are called."""
-    patterns = Patterns.empty([3, 5], 2)
-    patterns.add(rows(2, 2, 9), rows(2, 2, 9, 1), marked(9))
-    candidates = [
-        Candidate(
-            list("abcdefghijkl")[:tokens],
-            {name: rows(2, 2, tokens, tokens) for name in ("attention", "input")},
-        )
-        for tokens in (12, 4, 9)
-    ]
+def test_an_example_of_patterns() -> None:
+    """The maps of the chosen heads, with their titles."""
+    patterns = Patterns(dimensions([3, 5], 2))
+    patterns.add(text_result(rows(2, 2, 9), rows(2, 2, 9, 1), marked(9)))
+    maps = {name: rows(2, 2, 9, seed) for seed, name in enumerate(("attention", "input"))}
     chosen = patterns.chosen()
-    found = pattern_examples(candidates, chosen, [3, 5])
+    found = pattern_example(list("abcdefghi"), maps, chosen, [3, 5])
     assert found.tokens == list("abcdefghi")
     for number, row in chosen.iterrows():
         assert found.titles[number] == f"{row['pattern']}: layer {row['layer']}, head {row['head']}"
-        for name, values in candidates[2].maps.items():
+        for name, values in maps.items():
             expected = values[[3, 5].index(row["layer"]), row["head"]]
             np.testing.assert_array_equal(found.maps[name][number], expected)
-    with pytest.raises(ValueError, match="there is no text to show"):
-        pattern_examples([], chosen, [3, 5])
 
 
 def test_patterns_of_real_heads(minilm: TransformerLensModel) -> None:
-    """A real BERT has a head for each pattern, and the text that is shown is a short one."""
-    candidates = []
-    patterns = Patterns.empty(range(6), 12)
-    for text in TEXTS:
-        results = {
-            source: contributions(
-                minilm, text if isinstance(text, str) else [text], source=source, n_probes=4
-            )
-            for source in ("previous_layer", "input")
-        }
-        candidates.append(Candidate.of(results))
-        maps = candidates[-1].maps
-        patterns.add(maps["attention"], maps["input"], delimiters(minilm.encode(text)))
-    chosen = patterns.chosen()
+    """A real BERT has a head for each pattern, and the example is a short text."""
+    study = run(minilm, TEXTS, StudySettings(n_probes=4), analyses=[Patterns])
+    chosen = study[Patterns].chosen()
     assert chosen["pattern"].tolist() == list(PATTERNS)
     scores = chosen.set_index("pattern")["attention"]
     assert scores["previous token"] > 0.95
     assert scores.drop("itself").min() > 0.5
-    assert 0.2 < scores["itself"] < 0.3  # no head of these is one that looks at itself
-    shown = pattern_examples(candidates, chosen, range(6))
-    assert shown.tokens == candidates[0].tokens
-    assert list(shown.maps) == ["attention", "previous_layer", "input"]
-    for values in shown.maps.values():
+    assert 0.2 < scores["itself"] < 0.3  # no head attends mostly to its own token
+    example = study[Patterns].example
+    assert example is not None
+    assert example.tokens == minilm.encode(TEXTS[0]).tokens
+    assert list(example.maps) == ["attention", "previous_layer", "input"]
+    for values in example.maps.values():
         np.testing.assert_allclose(values.sum(-1), 1, atol=1e-5)

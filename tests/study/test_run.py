@@ -12,18 +12,25 @@ import torch
 from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
 from families import tiny
 from scipy import stats
+from studies import dimensions, text_result
 
 from captum_hta.baselines import EffectiveAttention
 from captum_hta.computation import contributions
 from captum_hta.integrations import TransformersModel
 from captum_hta.model.encoding import Encoding
 from captum_hta.result import Contributions
-from captum_hta.study.effective import EffectiveAgreement
-from captum_hta.study.patterns import Patterns, delimiters
-from captum_hta.study.run import Setting, Study, run
+from captum_hta.study.correlations import Correlations
+from captum_hta.study.effective_attention import EffectiveCorrelation
+from captum_hta.study.encoded_corpus import special_tokens
+from captum_hta.study.errors import ProbeErrors
+from captum_hta.study.identifiability import Identifiability
+from captum_hta.study.patterns import Patterns
+from captum_hta.study.positions import RelativePositions
+from captum_hta.study.run import Study, run
+from captum_hta.study.settings import StudySettings
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
-EXACT = Setting(n_probes=None)
+EXACT = StudySettings(n_probes=None)
 QUANTITIES = {"attention": "attention", "input": "values"}
 
 # --- the study ------------------------------------------------------------------------------------
@@ -44,7 +51,7 @@ def study(model: TransformerLensModel) -> Study:
 @pytest.fixture(scope="module")
 def estimated(model: TransformerLensModel) -> Study:
     """A study of three of the texts with few probes."""
-    return run(model, TEXTS[:3], Setting(n_probes=2))
+    return run(model, TEXTS[:3], StudySettings(n_probes=2))
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +74,8 @@ def row(table: pd.DataFrame, **keys: Any) -> Any:
 
 def test_tables_are_tidy(study: Study) -> None:
     """A row for each combination of keys, none twice, with the documented columns."""
-    correlations, positions = study.correlations(), study.relative_positions()
-    centres, layers = study.centres_of_mass(), study.layer_summary()
+    names = ("correlations", "relative_positions", "centres_of_mass", "layers")
+    correlations, positions, centres, layers = (study.tables()[name] for name in names)
     keys = ["source", "layer", "head"]
     measures = ["pearson", "pearson_error", "spearman", "spearman_error"]
     assert list(correlations) == [*keys, *measures, "rows", "rows_left_out", "examples"]
@@ -90,7 +97,7 @@ def test_correlations_one_row_at_a_time(
     measure: str,
 ) -> None:
     """Against scipy on every row of every text alone."""
-    slow, table = getattr(stats, measure + "r"), study.correlations()
+    slow, table = getattr(stats, measure + "r"), study[Correlations].table()
     for layer, head in np.ndindex(2, 2):
         by_text = [
             [
@@ -115,7 +122,7 @@ def test_correlations_one_row_at_a_time(
 @pytest.mark.parametrize("quantity", ["attention", "input"])
 def test_positions_one_pair_at_a_time(study: Study, singles: list[Any], quantity: str) -> None:
     """Histogram and centre of mass against a loop over all pairs of tokens."""
-    positions, centres = study.relative_positions(), study.centres_of_mass()
+    positions, centres = study[RelativePositions].table(), study[RelativePositions].centres_of_mass()
     for layer, head in np.ndindex(2, 2):
         at: dict[int, list[float]] = {}
         for single in singles:
@@ -134,7 +141,7 @@ def test_positions_one_pair_at_a_time(study: Study, singles: list[Any], quantity
 def made_up(heads: int, lengths: list[int], errors: list[float]) -> Study:
     """A study of layers 3 and 5 of no model: random attention, contributions near to it."""
     torch.manual_seed(0)
-    study = Study.empty([3, 5], heads, max(lengths))
+    study = Study(dimensions([3, 5], heads, max(lengths)), [Correlations, RelativePositions, ProbeErrors])
     for length, error in zip(lengths, errors, strict=True):
         attention, other = torch.randn(2, 1, 2, heads, length, length).softmax(-1)
         mixed = Contributions(
@@ -152,9 +159,9 @@ def made_up(heads: int, lengths: list[int], errors: list[float]) -> Study:
 def test_layer_summary_is_of_the_tables() -> None:
     """Medians of correlations and means of centres over heads."""
     study = made_up(5, [4, 7, 5], [0, 0, 0])
-    correlations, centres = study.correlations(), study.centres_of_mass()
-    assert study.layer_summary()["layer"].tolist() == [3, 5]
-    for _, found in study.layer_summary().iterrows():
+    correlations, centres = study.tables()["correlations"], study.tables()["centres_of_mass"]
+    assert study.tables()["layers"]["layer"].tolist() == [3, 5]
+    for _, found in study.tables()["layers"].iterrows():
         for source in ("previous_layer", "input"):
             heads = correlations.query("layer == @found.layer and source == @source")
             for measure in ("pearson", "spearman"):
@@ -168,34 +175,34 @@ def test_layer_summary_is_of_the_tables() -> None:
 
 def test_probe_errors_are_over_all_texts() -> None:
     """The mean weighs every entry alike; the largest may be in any text."""
-    found = made_up(2, [3, 5, 4], [0.1, 0.3, 0.2]).probe_errors()["input"]
+    found = made_up(2, [3, 5, 4], [0.1, 0.3, 0.2])[ProbeErrors].summary()["input"]
     mean = (9 * 0.1 + 25 * 0.3 + 16 * 0.2) / (9 + 25 + 16)
     assert found == pytest.approx({"mean": mean, "largest": 0.3}, rel=1e-6)
 
 
-def test_findings_are_shares_of_heads(study: Study) -> None:
+def test_shares_of_heads(study: Study) -> None:
     """Of the previous-layer contribution, at the bounds of the paper."""
-    heads = study.correlations().query("source == 'previous_layer'")
-    found = study.findings()
+    heads = study[Correlations].table().query("source == 'previous_layer'")
+    found = study[Correlations].shares_of_heads()
     assert len(found) == 4
     for measure, bound in (("pearson", 0.7), ("pearson", 0.85), ("spearman", 0.9)):
         expected = sum(heads[measure] > bound) / 4
         assert found[f"share_of_heads_{measure}_over_{bound}"] == expected
 
 
-def test_findings_of_a_single_example(model: TransformerLensModel) -> None:
+def test_shares_of_heads_of_a_single_example(model: TransformerLensModel) -> None:
     """One example has correlations, so shares of heads, though no standard error."""
     found = run(model, TEXTS[:1], EXACT)
-    heads = found.correlations().query("source == 'previous_layer'")
+    heads = found[Correlations].table().query("source == 'previous_layer'")
     assert heads["pearson"].notna().all()
     expected = (heads["pearson"] > 0.7).mean()
-    assert found.findings()["share_of_heads_pearson_over_0.7"] == expected
+    assert found[Correlations].shares_of_heads()["share_of_heads_pearson_over_0.7"] == expected
 
 
 def assert_same_tables(first: Study, second: Study) -> None:
     """All numbers to 1e-10; errors to 1e-9, since a root follows their cancellation."""
-    for name in ("correlations", "relative_positions", "centres_of_mass", "layer_summary"):
-        tables = [getattr(study, name)() for study in (first, second)]
+    for name in ("correlations", "relative_positions", "centres_of_mass", "layers"):
+        tables = [study.tables()[name] for study in (first, second)]
         pd.testing.assert_frame_equal(*tables, rtol=0, atol=1e-9)
         exact = [table.loc[:, ~table.columns.str.endswith("error")] for table in tables]
         pd.testing.assert_frame_equal(*exact, rtol=0, atol=1e-10)
@@ -208,9 +215,11 @@ def test_the_order_of_the_texts_does_not_matter(model: TransformerLensModel, stu
 
 def test_the_order_does_not_matter_to_probes(model: TransformerLensModel, estimated: Study) -> None:
     """A text has its own probes, wherever it stands."""
-    other = run(model, [TEXTS[i] for i in (2, 0, 1)], Setting(n_probes=2))
+    other = run(model, [TEXTS[i] for i in (2, 0, 1)], StudySettings(n_probes=2))
     assert_same_tables(other, estimated)
-    assert other.probe_errors()["input"] == pytest.approx(estimated.probe_errors()["input"], abs=1e-10)
+    assert other[ProbeErrors].summary()["input"] == pytest.approx(
+        estimated[ProbeErrors].summary()["input"], abs=1e-10
+    )
 
 
 @pytest.mark.parametrize("texts", [["a b c d", "a"], ["dogs bark"] * 5])
@@ -228,11 +237,11 @@ def test_layers_restrict(
     model: TransformerLensModel, singles: list[Any], layer: int, texts: list[Any]
 ) -> None:
     """Only that layer is in the tables, by its number, with the values it has among all layers."""
-    found = run(model, texts, Setting(layers=[layer], n_probes=None))
-    for name in ("correlations", "relative_positions", "centres_of_mass", "layer_summary"):
-        assert set(getattr(found, name)()["layer"]) == {1}
+    found = run(model, texts, StudySettings(layers=[layer], n_probes=None))
+    for table in found.tables().values():
+        assert set(table["layer"]) == {1}
     selves = [single["input"]["values"][1].diagonal(0, -2, -1) for single in singles[: len(texts)]]
-    positions = found.relative_positions().query("quantity == 'input' and offset == 0")
+    positions = found[RelativePositions].table().query("quantity == 'input' and offset == 0")
     expected = np.concatenate(selves, -1).mean(-1)
     np.testing.assert_allclose(positions["value"], expected, rtol=0, atol=1e-10)
 
@@ -240,7 +249,7 @@ def test_layers_restrict(
 def test_setting_reaches_the_contributions(model: TransformerLensModel) -> None:
     """Norm and scaling change the numbers as they change the contributions."""
     options = {"norm": "sum", "multiply_by_inputs": True, "layers": [0]}
-    found = run(model, ["a b c"], Setting(n_probes=None, **options)).relative_positions()
+    found = run(model, ["a b c"], StudySettings(n_probes=None, **options))[RelativePositions].table()
     values = contributions(model, ["a b c"], **options).values[0]
     histogram = torch.stack([values.diagonal(o, -2, -1).mean(-1) for o in range(-4, 5)], -1)
     inputs = found.query("quantity == 'input'")["value"]
@@ -256,28 +265,29 @@ def test_study_counts_tokens_and_modes(study: Study) -> None:
 
 def test_exact_studies_have_no_probe_error(study: Study) -> None:
     """There is nothing to say, so nothing is said."""
-    assert study.probe_errors() == {}
+    assert study[ProbeErrors].summary() == {}
 
 
 def test_probe_errors_are_of_all_entries(model: TransformerLensModel, estimated: Study) -> None:
     """Mean and largest standard error over all entries of all texts, without padding."""
     errors = contributions(model, TEXTS[:3], n_probes=2).standard_error.numpy()
     expected = {"mean": np.nanmean(errors), "largest": np.nanmax(errors)}
-    assert list(estimated.probe_errors()) == ["input"]
-    assert estimated.probe_errors()["input"] == pytest.approx(expected, abs=1e-12)
+    assert list(estimated[ProbeErrors].summary()) == ["input"]
+    assert estimated[ProbeErrors].summary()["input"] == pytest.approx(expected, abs=1e-12)
     assert 0 < expected["mean"] < expected["largest"]
 
 
 def test_tolerance_bounds_the_largest_error(model: TransformerLensModel, estimated: Study) -> None:
     """Probes are added until it holds."""
-    found = run(model, TEXTS[1:2], Setting(n_probes=2, tolerance=0.02)).probe_errors()["input"]
-    assert 0 <= found["largest"] <= 0.02 < estimated.probe_errors()["input"]["largest"]
+    found = run(model, TEXTS[1:2], StudySettings(n_probes=2, tolerance=0.02))[ProbeErrors].summary()["input"]
+    assert 0 <= found["largest"] <= 0.02 < estimated[ProbeErrors].summary()["input"]["largest"]
 
 
 def test_the_seed_decides_about_probes(model: TransformerLensModel) -> None:
     """Equal seeds give equal tables, others do not."""
     first, same, other = (
-        run(model, TEXTS[1:2], Setting(n_probes=2, seed=seed)).correlations() for seed in (1, 1, 2)
+        run(model, TEXTS[1:2], StudySettings(n_probes=2, seed=seed))[Correlations].table()
+        for seed in (1, 1, 2)
     )
     assert first.equals(same)
     assert not first.equals(other)
@@ -300,9 +310,9 @@ def test_a_long_text_is_named_before_the_work_begins(model: TransformerLensModel
 def test_small_studies_have_all_columns(model: TransformerLensModel, study: Study) -> None:
     """Of two-token texts too, so that who reads the tables finds what is documented."""
     found = run(model, ["", ""], EXACT)
-    assert found.correlations()["rows"].tolist() == [0] * 8
-    assert found.correlations()["rows_left_out"].tolist() == [4] * 8
-    assert list(found.layer_summary()) == list(study.layer_summary())
+    assert found[Correlations].table()["rows"].tolist() == [0] * 8
+    assert found[Correlations].table()["rows_left_out"].tolist() == [4] * 8
+    assert list(found.tables()["layers"]) == list(study.tables()["layers"])
 
 
 # --- further analyses ------------------------------------------------------------------------------
@@ -325,28 +335,30 @@ def telling() -> TransformerLensModel:
 def test_patterns_are_of_the_input_contribution(telling: TransformerLensModel, singles: list[Any]) -> None:
     """And of attention, text by text, with the delimiters that the tokenizer tells."""
     study = run(telling, TEXTS, EXACT)
-    expected = Patterns.empty([0, 1], 2)
+    expected, patterns = Patterns(dimensions([0, 1], 2)), study[Patterns]
     for text, single in zip(TEXTS, singles, strict=True):
         found = single["input"]
-        expected.add(found["attention"], found["values"], delimiters(telling.encode(text)))
-    pd.testing.assert_frame_equal(study.patterns.table(), expected.table(), rtol=0, atol=1e-10)
-    assert {"delimiters", "itself"} <= set(study.patterns.chosen()["pattern"])
-    assert len(study.shown.titles) == len(study.patterns.chosen())
+        expected.add(text_result(found["attention"], found["values"], special_tokens(telling.encode(text))))
+    pd.testing.assert_frame_equal(patterns.table(), expected.table(), rtol=0, atol=1e-10)
+    assert {"delimiters", "itself"} <= set(patterns.chosen()["pattern"])
+    assert patterns.example is not None
+    assert len(patterns.example.titles) == len(patterns.chosen())
 
 
 def test_effective_attention_is_that_of_the_baseline(model: TransformerLensModel, study: Study) -> None:
     """Text by text."""
-    expected = EffectiveAgreement.empty([0, 1], 8, model.d_head)
+    expected = EffectiveCorrelation(dimensions([0, 1], 2, 8, model.d_head))
     for text in TEXTS:
         effective = EffectiveAttention(model).attribute([text])[0].double().numpy()
-        expected.add(contributions(model, [text]).attention[0].double().numpy(), effective)
+        attention = contributions(model, [text]).attention[0].double().numpy()
+        expected.add(text_result(attention, effective=effective))
     assert (expected.by_width.counts[:, 1] > 0).all() == (model.d_head < 8)
-    pd.testing.assert_frame_equal(study.effective.table(), expected.table(), rtol=0, atol=1e-6)
+    pd.testing.assert_frame_equal(study[EffectiveCorrelation].table(), expected.table(), rtol=0, atol=1e-6)
 
 
 def test_identifiability_of_few_texts(study: Study) -> None:
     """All of them are for the test, and nothing is learnt."""
-    table = study.identifiability.table()
+    table = study[Identifiability].table()
     assert (table["test_sentences"] == len(TEXTS)).all()
     assert table.query("map == 'none'")["identified"].notna().all()
     assert table.query("map != 'none'")["identified"].isna().all()
@@ -358,11 +370,11 @@ def test_special_tokens_left_out(
     telling: TransformerLensModel, singles: list[Any], source: str, measure: str
 ) -> None:
     """Correlations are of the other tokens among themselves."""
-    table = run(telling, TEXTS, Setting(n_probes=None, exclude_special=True)).correlations()
+    table = run(telling, TEXTS, StudySettings(n_probes=None, exclude_special=True))[Correlations].table()
     for layer, head in np.ndindex(2, 2):
         rows = []
         for text, single in zip(TEXTS, singles, strict=True):
-            kept = np.flatnonzero(~delimiters(telling.encode(text)))
+            kept = np.flatnonzero(~special_tokens(telling.encode(text)))
             assert 0 < len(kept) < len(telling.encode(text))
             matrices = (single[source][name][layer, head] for name in ("attention", "values"))
             found = [matrix[np.ix_(kept, kept)] for matrix in matrices]
@@ -375,24 +387,24 @@ def test_special_tokens_left_out(
 
 def test_shares_without_special_tokens(telling: TransformerLensModel, singles: list[Any]) -> None:
     """Are shares of the whole that is left; distances count the tokens that are left."""
-    found = run(telling, TEXTS, Setting(n_probes=None, exclude_special=True))
+    found = run(telling, TEXTS, StudySettings(n_probes=None, exclude_special=True))
     own = []
     for text, single in zip(TEXTS, singles, strict=True):
-        kept = np.flatnonzero(~delimiters(telling.encode(text)))
+        kept = np.flatnonzero(~special_tokens(telling.encode(text)))
         values = single["input"]["values"][:, :, kept][..., kept]
         own.append((values / values.sum(-1, keepdims=True)).diagonal(0, -2, -1))
-    positions = found.relative_positions().query("quantity == 'input' and offset == 0")
+    positions = found[RelativePositions].table().query("quantity == 'input' and offset == 0")
     np.testing.assert_allclose(positions["value"], np.concatenate(own, -1).mean(-1).ravel(), atol=1e-10)
-    assert "delimiters" not in set(found.patterns.chosen()["pattern"])
+    assert "delimiters" not in set(found[Patterns].chosen()["pattern"])
 
 
 def test_special_tokens_that_are_not_known(model: TransformerLensModel) -> None:
     """Cannot be left out, and that is said; nor can those of other texts."""
     with pytest.raises(ValueError, match="adds no special token to these texts"):
-        run(model, TEXTS, Setting(exclude_special=True))
+        run(model, TEXTS, StudySettings(exclude_special=True))
     cross = TransformersModel(tiny("T5"), WordTokenizer(), part="cross")
     with pytest.raises(ValueError, match="self-attention only"):
-        run(cross, [("a b", "c d")], Setting(exclude_special=True))
+        run(cross, [("a b", "c d")], StudySettings(exclude_special=True))
 
 
 @pytest.mark.parametrize("source", ["previous_layer", "input"])
@@ -400,7 +412,7 @@ def test_later_keys_of_causal_models_do_not_count(source: str) -> None:
     """Rows are of the keys that their query sees, of which there must be three."""
     causal = TransformersModel(tiny("GPT-2"), WordTokenizer(60))
     texts = ["a b c d e f", "dogs bark at night"]
-    table = run(causal, texts, Setting(n_probes=None)).correlations()
+    table = run(causal, texts, StudySettings(n_probes=None))[Correlations].table()
     rows: dict[tuple[int, int, str], list[float]] = {}
     for text in texts:
         found = contributions(causal, [text], source=source)
@@ -420,10 +432,10 @@ def test_later_keys_of_causal_models_do_not_count(source: str) -> None:
 
 def test_layers_named_twice(model: TransformerLensModel, study: Study) -> None:
     """Count once."""
-    found = run(model, TEXTS, Setting(layers=[1, -1, 1], n_probes=None))
-    assert found.layers == [1]
-    alone = study.correlations().query("layer == 1").reset_index(drop=True)
-    pd.testing.assert_frame_equal(found.correlations(), alone, rtol=0, atol=1e-9)
+    found = run(model, TEXTS, StudySettings(layers=[1, -1, 1], n_probes=None))
+    assert found.size.layers == [1]
+    alone = study[Correlations].table().query("layer == 1").reset_index(drop=True)
+    pd.testing.assert_frame_equal(found[Correlations].table(), alone, rtol=0, atol=1e-9)
 
 
 def test_time_is_counted_by_part(study: Study) -> None:
@@ -435,5 +447,5 @@ def test_time_is_counted_by_part(study: Study) -> None:
 
 def test_a_text_of_special_tokens_alone(telling: TransformerLensModel) -> None:
     """Leaves nothing to study, which is no error."""
-    found = run(telling, ["", "a b c"], Setting(n_probes=None, exclude_special=True))
-    assert found.correlations()["examples"].eq(1).all()
+    found = run(telling, ["", "a b c"], StudySettings(n_probes=None, exclude_special=True))
+    assert found[Correlations].table()["examples"].eq(1).all()

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import linalg
+from studies import dimensions, text_result
 
 from captum_hta.baselines import EffectiveAttention
 from captum_hta.baselines.attention import effective_attention
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.activations import Activations
-from captum_hta.statistics.accumulators import Mean
-from captum_hta.study.effective import STEP, EffectiveAgreement, matrix_correlations
+from captum_hta.study.effective_attention import STEP, EffectiveCorrelation, matrix_correlations
 
 TEXTS = [
     "Dogs bark.",
@@ -84,15 +84,15 @@ def test_one_text_at_a_time() -> None:
     """Means over heads and examples, with errors by example, in the bins of their lengths."""
     lengths = [5, STEP, STEP + 1, 2 * STEP, 2 * STEP, 5 * STEP]
     texts = [(patterns(2, 3, tokens, n), patterns(2, 3, tokens, 50 + n)) for n, tokens in enumerate(lengths)]
-    agreement = EffectiveAgreement.empty([3, 5], max(lengths), d_head=2 * STEP - 1)
+    correlation = EffectiveCorrelation(dimensions([3, 5], 3, max(lengths), 2 * STEP - 1))
     for text in texts:
-        agreement.add(*text)
+        correlation.add(text_result(text[0], effective=text[1]))
     bins = {(1, STEP): [0, 1], (STEP + 1, 2 * STEP): [2, 3, 4], (4 * STEP + 1, 5 * STEP): [5]}
-    table = agreement.table()
+    table = correlation.table()
     assert list(zip(table["layer"], table["shortest"], table["longest"], strict=True)) == [
         (layer, *lengths) for layer in (3, 5) for lengths in bins
     ]
-    widths = agreement.width_table()
+    widths = correlation.width_table()
     assert list(zip(widths["layer"], widths["longer_than_d_head"], strict=True)) == [
         (layer, longer) for layer in (3, 5) for longer in (False, True)
     ]
@@ -111,45 +111,50 @@ def test_one_text_at_a_time() -> None:
 
 def test_parts_merge() -> None:
     """Of any split of the texts the tables are the same, also of parts that were written and read."""
-    whole, first, second = (EffectiveAgreement.empty([0, 1], 20, d_head=8) for _ in range(3))
+    whole, first, second = (EffectiveCorrelation(dimensions([0, 1], 2, 20, 8)) for _ in range(3))
     for number, tokens in enumerate((4, 12, 20)):
         example = patterns(2, 2, tokens, number), patterns(2, 2, tokens, 10 + number)
-        whole.add(*example)
-        (first if number else second).add(*example)
-    for name, part in first.parts.items():
-        part.merge(Mean.of(second.parts[name].arrays()))
+        text = text_result(example[0], effective=example[1])
+        whole.add(text)
+        (first if number else second).add(text)
+    read = EffectiveCorrelation(whole.size)
+    read.restore(second.arrays())
+    first.merge(read)
     np.testing.assert_allclose(first.table(), whole.table())
     np.testing.assert_allclose(first.width_table().astype(float), whole.width_table().astype(float))
 
 
 def test_longer_texts_than_were_said_to_come() -> None:
     """There is no bin for them."""
-    agreement = EffectiveAgreement.empty([0], STEP, d_head=4)
-    with pytest.raises(ValueError, match=f"a text of {STEP + 1} tokens, where at most {STEP}"):
-        agreement.add(patterns(1, 1, STEP + 1), patterns(1, 1, STEP + 1))
+    correlation = EffectiveCorrelation(dimensions([0], 1, STEP, 4))
+    with pytest.raises(
+        ValueError, match=f"a text of {STEP + 1} tokens, but there are bins for at most {STEP}"
+    ):
+        correlation.add(text_result(patterns(1, 1, STEP + 1), effective=patterns(1, 1, STEP + 1)))
 
 
 def test_of_few_tokens_all_attention_has_an_effect(minilm64: TransformerLensModel) -> None:
     """While they are no more than a head is wide; of one more, not all."""
-    agreement = EffectiveAgreement.empty(list(range(6)), 40, minilm64.d_head)
+    correlation = EffectiveCorrelation(dimensions(range(6), 12, 40, minilm64.d_head))
     encoding = minilm64.encode("The trophy did not fit in the brown suitcase because it was too big. " * 3)
     for tokens in (minilm64.d_head, minilm64.d_head + 1):
         activations = Activations(minilm64, minilm64.batch([encoding.first(tokens)]))
         effective = EffectiveAttention(minilm64).values(activations)
-        agreement.add(activations.pattern.numpy(), effective.numpy())
-    table = agreement.width_table().set_index("longer_than_d_head")
+        correlation.add(text_result(activations.pattern.numpy(), effective=effective.numpy()))
+    table = correlation.width_table().set_index("longer_than_d_head")
     np.testing.assert_allclose(table.loc[False, "correlation"], 1, rtol=0, atol=1e-12)
     assert (table.loc[True, "correlation"] < 1 - 1e-4).all()
 
 
 def test_effective_attention_of_real_texts(minilm: TransformerLensModel) -> None:
     """In single precision too, it is attention of two short texts, and another thing of a long one."""
-    agreement = EffectiveAgreement.empty(list(range(6)), 64, minilm.d_head)
+    correlation = EffectiveCorrelation(dimensions(range(6), 12, 64, minilm.d_head))
     for text in TEXTS:
         activations = Activations(minilm, minilm.batch([minilm.encode(text)]))
         effective = EffectiveAttention(minilm).values(activations)
-        agreement.add(activations.pattern.double().numpy(), effective.double().numpy())
-    table = agreement.table().set_index("shortest")
+        attention = activations.pattern.double().numpy()
+        correlation.add(text_result(attention, effective=effective.double().numpy()))
+    table = correlation.table().set_index("shortest")
     assert table.index.unique().tolist() == [1, 9, 41]
     np.testing.assert_allclose(table.loc[[1, 9], "correlation"], 1, atol=1e-6)
     assert (table.loc[41, "correlation"] < 0.97).all()
