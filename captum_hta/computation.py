@@ -210,7 +210,7 @@ class _Computation:
 
     def run(self) -> dict[str, Contributions]:
         """The results, by name."""
-        stores = {name: _Store(self.model, self.encodings, one.ends) for name, one in self.questions.items()}
+        stores = {name: _Store(self.model, self.encodings, one) for name, one in self.questions.items()}
         for rows in batches_of(self.encodings):
             with without_autocast():
                 batch = self.model.batch([self.encodings[row] for row in rows])
@@ -247,8 +247,10 @@ class _Computation:
 class _Store:
     """The results of all batches, in the order and the shape of the texts."""
 
-    def __init__(self, model: Model, encodings: Sequence[Encoding], ends: Endpoints) -> None:
-        self.encodings, self.ends = encodings, ends
+    def __init__(self, model: Model, encodings: Sequence[Encoding], question: _Question) -> None:
+        self.encodings, self.ends = encodings, question.ends
+        self.norm, self.model = question.query.norm, model.name
+        ends = question.ends
         self._key_encodings = [_key_encoding(one, ends) for one in encodings]
         rows = (len(encodings), len(ends.layers))
         square = (max(map(len, encodings)), max(map(len, self._key_encodings)))
@@ -295,6 +297,10 @@ class _Store:
             attention=self.attention,
             tokens=[encoding.tokens for encoding in self.encodings],
             layers=list(self.ends.layers),
+            source=self.ends.source,
+            target=self.ends.target,
+            norm=self.norm,
+            model=self.model,
             plans=self.plans,
             encodings=list(self.encodings),
             keys=[encoding.tokens for encoding in self._key_encodings] if is_cross else None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from captum_hta.jacobian.plan import Plan
 from captum_hta.model.encoding import Encoding
 from captum_hta.texts import word_groups
 
-REDUCTIONS = ("sum", "max", "mean")
+REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
+"""How the values of the pieces of a word are combined, with PyTorch's name of each reduction."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,16 +22,17 @@ class Contributions:
 
     Attributes:
         values: ``[batch, layer, head, query, key]``, without the head axis for the target ``"layer"``.
-            Rows sum to 1, or are zero where nothing of a source reaches the target; padding is NaN.
-        standard_error: Of the same shape, or ``None`` where the values are exact.
-        attention: The model's own patterns ``[batch, layer, head, query, key]``; padding is NaN.
-        tokens: For each text the labels of its tokens.
-        layers: The layers of the layer axis.
-        plans: For each batch of texts how its contributions were found.
-        encodings: The texts as the model read them.
-        cut: For each text how many tokens were left out, where truncation was allowed: those at its end, or
-            where the tokenizer cuts.
-        keys: For each text the labels of its keys, where they are of another text (cross attention).
+            Rows sum to 1, or are zero if no source reaches the target; padding is NaN.
+        standard_error: Standard errors of the same shape, or ``None`` for exact values.
+        attention: The model's attention patterns ``[batch, layer, head, query, key]``; padding is NaN.
+        tokens: The token labels of each text.
+        layers: The layer numbers of the layer axis.
+        source, target, norm: The arguments of :func:`captum_hta.contributions`.
+        model: The name of the model.
+        plans: How the contributions of each batch of texts were computed.
+        encodings: The texts as the model read them; ``None`` for contributions of words.
+        cut: The number of tokens that truncation removed from each text; ``None`` if it was not allowed.
+        keys: The key labels of each text if they differ from ``tokens``, as in cross attention.
     """
 
     values: Tensor
@@ -38,52 +40,50 @@ class Contributions:
     attention: Tensor
     tokens: list[list[str]]
     layers: list[int]
-    plans: list[Plan] = field(repr=False)
-    encodings: list[Encoding] | None = field(default=None, repr=False)
-    cut: list[int] | None = field(default=None, repr=False)
-    keys: list[list[str]] | None = field(default=None, repr=False)
+    source: str | int
+    target: str
+    norm: str
+    model: str
+    plans: list[Plan] = field(default_factory=list)
+    encodings: list[Encoding] | None = None
+    cut: list[int] | None = None
+    keys: list[list[str]] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __repr__(self) -> str:
-        what = "exact" if self.standard_error is None else "estimated"
-        return f"Contributions({what}, texts={len(self)}, layers={self.layers}, {list(self.values.shape)})"
+        how = "exact" if self.standard_error is None else "estimated"
+        return (
+            f"Contributions(source={self.source!r}, target={self.target!r}, {how}, texts={len(self)}, "
+            f"layers={self.layers}, {list(self.values.shape)})"
+        )
 
     def example(self, index: int) -> Contributions:
         """The contributions of one text, without padding."""
         queries = len(self.tokens[index])
         keys = queries if self.keys is None else len(self.keys[index])
-
-        def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index][None, ..., :queries, :keys]
-
-        return Contributions(
-            values=cut(self.values),
-            standard_error=cut(self.standard_error),
-            attention=cut(self.attention),
+        return replace(
+            self._mapped(lambda values: values[index][None, ..., :queries, :keys]),
             tokens=[self.tokens[index]],
-            layers=self.layers,
-            plans=self.plans,
             encodings=None if self.encodings is None else [self.encodings[index]],
             cut=None if self.cut is None else [self.cut[index]],
             keys=None if self.keys is None else [self.keys[index]],
         )
 
     def to_words(self, reduction: str = "sum") -> Contributions:
-        """Contributions of words to words, where the model's tokens are pieces of words.
+        """Contributions of words to words, for models whose tokens are pieces of words.
 
         Args:
-            reduction: How the pieces of a key are put together: ``"sum"``, what all of them contribute;
-                ``"max"`` or ``"mean"``, after which rows are scaled to sum to 1 again. The pieces of a
-                query are averaged.
+            reduction: How the pieces of a key are combined: ``"sum"``, their joint contribution; ``"max"`` or
+                ``"mean"``, after which rows are scaled to sum to 1 again. The pieces of a query are averaged.
 
         Returns:
-            The same axes with words in the place of tokens; special tokens stand for themselves. The
-            standard error, with ``"sum"`` alone, is an upper bound, as if all pieces erred together.
+            The same axes with words instead of tokens; special tokens are kept. Only ``"sum"`` has a standard
+            error, an upper bound, which assumes that the errors of all pieces add up.
 
         Raises:
-            ValueError: If the reduction is none of these, or the tokenizer does not tell words.
+            ValueError: If there is no such reduction, or the words are unknown.
         """
         if reduction not in REDUCTIONS:
             raise ValueError(
@@ -92,32 +92,32 @@ class Contributions:
         if not self.encodings:
             raise ValueError("these contributions are not of tokens: call to_words on the first result")
         queries = [word_groups(encoding) for encoding in self.encodings]
-        keys = queries if self.keys is None else [word_groups(one.context) for one in self.encodings]
+        contexts = [encoding.context for encoding in self.encodings if encoding.context is not None]
+        keys = queries if self.keys is None else [word_groups(context) for context in contexts]
         groups = [(query, key) for (query, _), (key, _) in zip(queries, keys, strict=True)]
-
-        def merged(values: Tensor | None) -> Tensor | None:
-            return None if values is None else _merged(values, groups, reduction)
-
-        return Contributions(
-            values=merged(self.values),
-            standard_error=merged(self.standard_error) if reduction == "sum" else None,
-            attention=merged(self.attention),
+        words = replace(
+            self._mapped(lambda values: _merged(values, groups, reduction)),
             tokens=[labels for _, labels in queries],
-            layers=self.layers,
-            plans=self.plans,
-            cut=self.cut,
+            encodings=None,
             keys=None if self.keys is None else [labels for _, labels in keys],
+        )
+        return words if reduction == "sum" else replace(words, standard_error=None)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Contributions:
+        """The same result with all its tensors changed."""
+        error = None if self.standard_error is None else change(self.standard_error)
+        return replace(
+            self, values=change(self.values), standard_error=error, attention=change(self.attention)
         )
 
 
 def _merged(values: Tensor, groups: Sequence[tuple[Sequence[int], Sequence[int]]], reduction: str) -> Tensor:
-    """``[batch, ..., word, word]`` of ``[batch, ..., token, token]``, padded with NaN."""
+    """``[batch, ..., word, word]`` from ``[batch, ..., token, token]``, padded with NaN."""
     longest = [max(max(pair[side]) for pair in groups) + 1 for side in (0, 1)]
     out = values.new_full((*values.shape[:-2], *longest), torch.nan)
-    how = {"sum": "sum", "max": "amax", "mean": "mean"}[reduction]
     for row, (queries, keys) in enumerate(groups):
         part = values[row, ..., : len(queries), : len(keys)]
-        part = _grouped(part, keys, how)
+        part = _grouped(part, keys, REDUCTIONS[reduction])
         part = _grouped(part.mT, queries, "mean").mT
         if reduction != "sum":
             part = part / part.sum(-1, keepdim=True).clamp_min(torch.finfo(part.dtype).tiny)
@@ -126,7 +126,7 @@ def _merged(values: Tensor, groups: Sequence[tuple[Sequence[int], Sequence[int]]
 
 
 def _grouped(values: Tensor, group: Sequence[int], how: str) -> Tensor:
-    """The last axis reduced to groups."""
+    """Reduce the last axis to groups."""
     index = torch.tensor(group, device=values.device).expand(values.shape)
     out = values.new_zeros(*values.shape[:-1], max(group) + 1)
     return out.scatter_reduce(-1, index, values, how, include_self=False)

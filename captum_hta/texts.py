@@ -1,30 +1,29 @@
-"""Texts in, encodings out: checked, truncated, batched by length, grouped into words."""
+"""Texts as models read them: checked, encoded, truncated, batched by length and grouped into words."""
 
 from __future__ import annotations
 
 import logging
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from captum_hta.model.encoding import Encoding, Text
+from captum_hta.model.encoding import Encoding
 from captum_hta.model.protocol import Model
 
 logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 1024
-"""Positions of a batch, padding included. More gain nothing: the products are large enough."""
-
+"""Most positions of a batch, including padding. Matrices are then so large that more gain nothing."""
 
 PADDING_SHARE = 1 / 8
-"""Share of a batch that padding may be."""
-
+"""Largest share of a batch that may be padding."""
 
 GROUP = 4
-"""Texts of a corpus that are attributed together: few, for an even progress."""
+"""Texts of a corpus that are attributed together; few, so that progress is even."""
 
 
 def batches_of(encodings: Sequence[Encoding]) -> Iterator[list[int]]:
-    """Numbers of texts of like lengths; of images, of one size."""
+    """Batches of row numbers: texts of similar lengths, images of one size."""
     sizes: dict[object, list[int]] = {}
     for row, encoding in enumerate(encodings):
         sizes.setdefault(None if encoding.content is None else encoding.content.shape, []).append(row)
@@ -34,8 +33,9 @@ def batches_of(encodings: Sequence[Encoding]) -> Iterator[list[int]]:
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Group sequences of like lengths, the shortest first: at most :data:`BATCH_TOKENS` positions, of
-    which at most :data:`PADDING_SHARE` are padding.
+    """Batches of row numbers for sequences of these lengths, the shortest first.
+
+    A batch has at most :data:`BATCH_TOKENS` positions, of which at most :data:`PADDING_SHARE` are padding.
     """
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
@@ -50,37 +50,44 @@ def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of texts of like lengths, :data:`GROUP` at a time."""
+    """Row numbers of texts of similar lengths, :data:`GROUP` at a time."""
     for rows in batches(lengths):
         for start in range(0, len(rows), GROUP):
             yield rows[start : start + GROUP]
 
 
-def listed(model: Model, texts: Sequence[Text] | Text) -> list[Text]:
-    """Texts, or what else the model reads, as a list.
+def listed(model: Model, texts: Any) -> list[Any]:
+    """One text or several, whatever the model reads, as a list.
 
     Raises:
         ValueError: If there is none.
         TypeError: If the model does not read one of them.
     """
-    if isinstance(texts, str) or (not isinstance(texts, tuple | list) and model.reader.accepts(texts)):
+    reader = model.reader
+    if isinstance(texts, str) or (not isinstance(texts, tuple | list) and reader.accepts(texts)):
         texts = [texts]
     if not isinstance(texts, Iterable):
-        raise TypeError(f"texts must be a list, each of them {model.reader.reads}, got {texts!r}")
-    texts, medium = list(texts), model.reader.medium
-    if not texts:
-        raise ValueError(f"there is no {medium}: pass a list, each of them {model.reader.reads}")
-    for number, text in enumerate(texts):
-        if not model.reader.accepts(text):
-            raise TypeError(f"{medium} {number} must be {model.reader.reads}, got {reprlib.repr(text)}")
-    return texts
+        raise TypeError(f"texts must be a list, each of them {reader.reads}, got {texts!r}")
+    rows = list(texts)
+    if not rows:
+        raise ValueError(f"there is no {reader.medium}: pass a list, each of them {reader.reads}")
+    for number, text in enumerate(rows):
+        if not reader.accepts(text):
+            raise TypeError(f"{reader.medium} {number} must be {reader.reads}, got {reprlib.repr(text)}")
+    return rows
 
 
-def encoded(model: Model, text: Text, number: int, truncation: bool = False) -> Encoding:
-    """The text of that number as the model reads it.
+def encoded(model: Model, text: Any, number: int, truncation: bool = False) -> Encoding:
+    """A text as the model reads it.
+
+    Args:
+        model: The model.
+        text: The text.
+        number: The number of the text, for error messages.
+        truncation: Cut a text that is longer than the model reads.
 
     Raises:
-        ValueError: If it has no token, or more than the model reads and ``truncation`` is not allowed.
+        ValueError: If the text has no token, or is too long and may not be cut.
     """
     encoding = model.encode(text)
     if not len(encoding):
@@ -97,39 +104,42 @@ def encoded(model: Model, text: Text, number: int, truncation: bool = False) -> 
 
 
 def text_lengths(encoding: Encoding) -> list[int]:
-    """Tokens of a text and of its context; images and audio, which are never cut, are left out."""
+    """The token counts of a text and of its context, without images and audio, which are never cut."""
     both = (encoding, encoding.context)
     return [len(one) for one in both if one is not None and one.content is None]
 
 
-def missing_tokens(model: Model, text: Text, encoding: Encoding) -> int:
-    """How many tokens of a text its encoding lacks."""
+def missing_tokens(model: Model, text: Any, encoding: Encoding) -> int:
+    """The number of tokens that truncation removed from a text."""
     lengths = text_lengths(encoding)
     if model.max_length not in lengths:
         return 0
     return sum(text_lengths(model.encode(text))) - sum(lengths)
 
 
-def cut_tokens(model: Model, texts: Sequence[Text], encodings: Sequence[Encoding]) -> list[int]:
-    """How many tokens of each text are missing."""
+def cut_tokens(model: Model, texts: Sequence[Any], encodings: Sequence[Encoding]) -> list[int]:
+    """The number of tokens that truncation removed from each text, with a warning if there are any."""
     cut = [missing_tokens(model, *pair) for pair in zip(texts, encodings, strict=True)]
     if any(cut):
         rows = ", ".join(f"{count} of text {number}" for number, count in enumerate(cut) if count)
-        logger.warning("tokens left out, since %s reads %d: %s", model.name, model.max_length, rows)
+        logger.warning("tokens left out, since %s reads at most %d: %s", model.name, model.max_length, rows)
     return cut
 
 
 def word_groups(encoding: Encoding) -> tuple[list[int], list[str]]:
-    """For each token the number of its word or special token, in the order of the text; and their labels.
+    """The words and special tokens of a text, in order.
+
+    Returns:
+        The number of each token's word or special token, and the labels of those.
 
     Raises:
-        ValueError: If the words are not known.
+        ValueError: If the words are unknown.
     """
     if encoding.words is None or encoding.word_labels is None:
         raise ValueError(
             "images and audio are not made of words"
             if encoding.content is not None
-            else "the tokenizer does not tell which tokens make a word: use a fast tokenizer"
+            else "the tokenizer does not report which tokens form a word: use a fast tokenizer"
         )
     groups: list[int] = []
     labels: list[str] = []

@@ -20,7 +20,7 @@ from captum_hta.computation import jointly
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.jacobian.norms import NORMS
 from captum_hta.model.encoding import Encoding
-from captum_hta.texts import BATCH_TOKENS, PADDING_SHARE, batches
+from captum_hta.texts import batches
 
 SOURCES = ("input", "previous_layer")
 TARGETS = ("head", "layer")
@@ -75,25 +75,6 @@ def real_tokens(result: Contributions) -> Tensor:
 # --- the result ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_axes_of_heads(deep: TransformerLensModel, source: str) -> None:
-    """Values and attention are batch, layer, head, query, key; exact values have no error."""
-    result = contributions(deep, TEXTS, source=source)
-    assert result.values.shape == result.attention.shape == (5, 3, 2, 9, 9)
-    assert result.standard_error is None
-    assert result.layers == [0, 1, 2]
-    assert len(result) == len(result.tokens) == 5
-    assert list(map(len, result.tokens)) == LENGTHS
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_axes_of_layers(deep: TransformerLensModel, source: str) -> None:
-    """With the target "layer" values and errors have no head axis; attention has."""
-    result = contributions(deep, TEXTS, source=source, target="layer", n_probes=4)
-    assert result.values.shape == result.standard_error.shape == (5, 3, 9, 9)
-    assert result.attention.shape == (5, 3, 2, 9, 9)
-
-
 @pytest.mark.parametrize("n_probes", [None, 4])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", [*SOURCES, 1])
@@ -125,19 +106,6 @@ def test_tokens_of_a_real_bert(minilm: TransformerLensModel) -> None:
     assert tokens == [["[CLS]", "Dogs", "bark", ".", "[SEP]", "Loud", "!", "[SEP]"]]
 
 
-@pytest.mark.parametrize("text", ["a b", ["a b"], ("a b",)])
-def test_one_text(tiny: TransformerLensModel, text: object) -> None:
-    """A single string is a list of one; a list may be a tuple."""
-    assert contributions(tiny, text).values.shape == (1, 2, 2, 4, 4)
-
-
-@pytest.mark.parametrize("pair", [("a b", "c"), ["a b", "c"]])
-def test_pair_as_tuple_or_list(tiny: TransformerLensModel, pair: object) -> None:
-    """A pair is a tuple or, as it comes from JSON, a list."""
-    expected = contributions(tiny, [("a b", "c")]).values
-    assert torch.equal(contributions(tiny, [pair]).values, expected)
-
-
 def test_attention_is_that_of_transformers(deep: TransformerLensModel, plain_deep: Module) -> None:
     """Attention equals output_attentions of the plain model, for padded texts and segments."""
     result = contributions(deep, TEXTS, source="previous_layer")
@@ -160,28 +128,6 @@ def test_attention_of_the_chosen_layers(deep: TransformerLensModel, layers: list
     whole = contributions(deep, TEXTS[:2], source="previous_layer").attention
     part = contributions(deep, TEXTS[:2], source="previous_layer", layers=layers).attention
     assert part.allclose(whole[:, layers], equal_nan=True)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_example_is_trimmed(deep: TransformerLensModel, target: str) -> None:
-    """One text of several: its own tokens, and no padding."""
-    result = contributions(deep, TEXTS, target=target, n_probes=4)
-    for row, length in enumerate(LENGTHS):
-        one = result.example(row)
-        assert one.tokens == [result.tokens[row]]
-        assert one.layers == result.layers
-        for part, whole in (
-            (one.values, result.values),
-            (one.standard_error, result.standard_error),
-            (one.attention, result.attention),
-        ):
-            assert part.shape[-2:] == (length, length)
-            assert torch.equal(part[0], whole[row, ..., :length, :length])
-
-
-def test_example_of_exact_values_has_no_error(tiny: TransformerLensModel) -> None:
-    """What is exact stays exact."""
-    assert contributions(tiny, TEXTS).example(3).standard_error is None
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -217,40 +163,6 @@ def test_real_batch_with_probes(minilm: TransformerLensModel) -> None:
     together = contributions(minilm, texts, layers=[2], n_probes=3)
     alone = contributions(minilm, texts[:1], layers=[2], n_probes=3)
     torch.testing.assert_close(together.example(0).values, alone.values, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([], []),
-        ([5], [[0]]),
-        ([7, 7, 7], [[0, 1, 2]]),
-        ([9, 3, 9, 3], [[1, 3], [0, 2]]),
-        ([8, 7], [[1, 0]]),
-        ([8, 5], [[1], [0]]),
-        ([512, 512, 512], [[0, 1], [2]]),
-        ([2000, 2000], [[0], [1]]),
-        ([1024, 1], [[1], [0]]),
-    ],
-)
-def test_batches(lengths: list[int], expected: list[list[int]]) -> None:
-    """Like lengths together, the shortest first, within both limits."""
-    assert list(batches(lengths)) == expected
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_batches_of_random_lengths(seed: int) -> None:
-    """Every row once, in order of length, and no batch beyond a limit."""
-    lengths = torch.randint(2, 300, (200,), generator=torch.Generator().manual_seed(seed)).tolist()
-    found = list(batches(lengths))
-    flat = [row for rows in found for row in rows]
-    assert sorted(flat) == list(range(200))
-    assert [lengths[row] for row in flat] == sorted(lengths)
-    for rows in found:
-        positions = len(rows) * max(lengths[row] for row in rows)
-        assert positions <= BATCH_TOKENS
-        assert positions - sum(lengths[row] for row in rows) <= PADDING_SHARE * positions
-    assert len(found) < 60
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -487,28 +399,12 @@ def test_under_no_grad(tiny: TransformerLensModel, context: type, mode: str) -> 
     assert not found.requires_grad
 
 
-def test_results_can_be_changed(tiny: TransformerLensModel) -> None:
-    """No result is an inference tensor or needs gradients."""
-    for source in SOURCES:
-        result = contributions(tiny, [PAIR], source=source, n_probes=2)
-        for tensor in (result.values, result.attention):
-            assert not tensor.is_inference()
-            assert not tensor.requires_grad
-            assert tensor.device.type == "cpu"
-
-
 def test_precision_is_restored(tiny: TransformerLensModel) -> None:
     """A lower precision of float32 products holds for the call alone."""
     before = torch.get_float32_matmul_precision()
     for source in SOURCES:
         contributions(tiny, [PAIR], source=source, precision="medium")
         assert torch.get_float32_matmul_precision() == before
-
-
-@pytest.mark.parametrize("words", [38, 36])
-def test_longest_text(tiny: TransformerLensModel, words: int) -> None:
-    """A text as long as the model reads is no error."""
-    assert contributions(tiny, "w " * words, n_probes=2).values.shape[-1] == words + 2
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -568,31 +464,11 @@ BAD_OPTIONS: list[tuple[dict, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("texts", "error", "words"), BAD_TEXTS)
-def test_bad_texts(
-    tiny: TransformerLensModel,
-    texts: object,
-    error: type[Exception],
-    words: str,
-) -> None:
-    """No text, wrong types and texts that are too long: the error names which and the limit."""
-    with pytest.raises(error, match=words):
-        contributions(tiny, texts)
-
-
 @pytest.mark.parametrize(("options", "words"), BAD_OPTIONS, ids=str)
 def test_bad_options(tiny: TransformerLensModel, options: dict, words: str) -> None:
     """An argument out of its range is an error that names it and what is valid."""
     with pytest.raises((ValueError, TypeError), match=words):
         contributions(tiny, "a b", **options)
-
-
-def test_text_without_token(tiny: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer without special tokens makes nothing of an empty text, which is an error."""
-    right = tiny.encode
-    monkeypatch.setattr(tiny, "encode", lambda text: right(text) if text else Encoding([], [], []))
-    with pytest.raises(ValueError, match="text 1 has no token"):
-        contributions(tiny, ["a", ""])
 
 
 def test_the_plan_of_a_tolerance_is_what_was_done(minilm: TransformerLensModel) -> None:
@@ -611,15 +487,6 @@ def test_arguments_of_a_wrong_type(tiny: TransformerLensModel, options: dict) ->
     """A truth value is no number, and a word no seed."""
     with pytest.raises(TypeError):
         contributions(tiny, "a b", **options)
-
-
-def test_repr_is_short(tiny: TransformerLensModel) -> None:
-    """It tells what is there, not all numbers."""
-    assert (
-        repr(contributions(tiny, ["a", "b c"]))
-        == "Contributions(exact, texts=2, layers=[0, 1], [2, 2, 2, 4, 4])"
-    )
-    assert repr(tiny).startswith("TransformerLensModel(")
 
 
 # --- several questions about the same texts --------------------------------------------------------

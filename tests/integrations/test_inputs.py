@@ -83,18 +83,6 @@ def test_repeated_tokens_are_told_apart() -> None:
     assert result.values[0, 1, 0, -1].unique().numel() == result.values.shape[-1]
 
 
-def test_long_text(minilm) -> None:
-    """An error that names length and limit before anything is run, or the first 512 tokens."""
-    text = "word " * 600
-    with pytest.raises(ValueError, match=r"text 1 has 602 tokens.*at most 512.*truncation=True"):
-        contributions(minilm, ["short", text])
-    result = contributions(minilm, ["short", text], source="previous_layer", layers=[0], truncation=True)
-    assert result.cut == [0, 90]
-    assert len(result.tokens[1]) == 512
-    assert result.tokens[1][-1] == "[SEP]"
-    assert contributions(minilm, "short", source="previous_layer").cut is None
-
-
 # --- padding ---------------------------------------------------------------------------------------
 
 
@@ -132,60 +120,6 @@ def test_slow_tokenizer() -> None:
     encoding = TextReader(Slow(), 4).encode("hellos")
     assert encoding.tokens == ["<s>", "hello", "s"]
     assert encoding.words is None
-
-
-# --- words -----------------------------------------------------------------------------------------
-
-
-def test_words(minilm) -> None:
-    """Pieces of keys add up, those of queries are averaged, and rows still sum to 1."""
-    result = contributions(minilm, ["Hummingbirds sang.", "Go"], source="previous_layer")
-    assert result.tokens[0] == ["[CLS]", "Humming", "birds", "sang", ".", "[SEP]"]
-    words = result.to_words()
-    assert words.tokens == [["[CLS]", "Hummingbirds", "sang", ".", "[SEP]"], ["[CLS]", "Go", "[SEP]"]]
-    assert rows_sum_to_one(words)
-    values, merged = result.values[0], words.values[0]
-    torch.testing.assert_close(merged[..., 2, 1], values[..., 3, 1:3].sum(-1))
-    torch.testing.assert_close(merged[..., 1, 2], values[..., 1:3, 3].mean(-1))
-    torch.testing.assert_close(merged[..., 1, 1], values[..., 1:3, 1:3].sum(-1).mean(-1))
-    torch.testing.assert_close(words.example(0).attention.sum(-1), torch.ones(1, 6, 12, 5))
-
-
-@pytest.mark.parametrize("reduction", ["max", "mean"])
-def test_words_by_another_reduction(reduction: str, minilm) -> None:
-    """Rows are scaled to sum to 1 again."""
-    result = contributions(minilm, "Hummingbirds sang.", source="previous_layer")
-    words = result.to_words(reduction)
-    assert rows_sum_to_one(words)
-    row = result.values[0, 0, 0, 3]
-    pieces = row[1:3].max() if reduction == "max" else row[1:3].mean()
-    expected = torch.stack([row[0], pieces, *row[3:]])
-    torch.testing.assert_close(words.values[0, 0, 0, 2], expected / expected.sum())
-
-
-def test_words_of_a_pair_are_apart(minilm) -> None:
-    """The last word of the first text and the first of the second do not merge."""
-    words = contributions(minilm, [("one two", "two three")], source="previous_layer").to_words()
-    assert words.tokens[0] == ["[CLS]", "one", "two", "[SEP]", "two", "three", "[SEP]"]
-
-
-def test_words_of_estimates(minilm) -> None:
-    """The error is at least that of the largest piece."""
-    result = contributions(minilm, "Hummingbirds sang.", layers=[1], n_probes=4)
-    words = result.to_words()
-    assert (words.standard_error[..., 2, 1] >= result.standard_error[..., 3, 1:3].amax(-1)).all()
-    assert result.to_words("max").standard_error is None
-
-
-def test_words_errors(minilm, bert) -> None:
-    """An unknown reduction, words of words, and a tokenizer that knows no words."""
-    result = contributions(minilm, "Hummingbirds sang.", source="previous_layer")
-    with pytest.raises(ValueError, match="reduction must be one of 'sum', 'max', 'mean'"):
-        result.to_words("median")
-    with pytest.raises(ValueError, match="not of tokens"):
-        result.to_words().to_words()
-    with pytest.raises(ValueError, match="fast tokenizer"):
-        contributions(bert, "a b").to_words()
 
 
 # --- models ----------------------------------------------------------------------------------------

@@ -150,7 +150,10 @@ def made_up(heads: int, lengths: list[int], errors: list[float]) -> Study:
             attention=attention,
             tokens=[["a"] * length],
             layers=[3, 5],
-            plans=[],
+            source="input",
+            target="head",
+            norm="frobenius",
+            model="made up",
         )
         study.add({"previous_layer": mixed, "input": mixed})
     return study

@@ -1,0 +1,144 @@
+"""Results: their axes, single texts, words, and how they print."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import WordTokenizer, tiny_bert
+
+from captum_hta import Contributions, contributions, load_model
+from captum_hta.integrations import TransformerLensModel
+
+SOURCES = ("input", "previous_layer")
+TARGETS = ("head", "layer")
+PAIR = ("one two three", "four five")
+TEXTS = ["a b c d e f g", "h i j k l m", PAIR, "n", "o p q r s t u"]
+"""Texts of 3 to 9 tokens; some share a padded batch, and one is alone."""
+LENGTHS = [9, 8, 8, 3, 9]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TransformerLensModel:
+    """A tiny random BERT of 2 layers."""
+    return load_model(tiny_bert(), tokenizer=WordTokenizer())
+
+
+def rows_sum_to_one(result: Contributions) -> bool:
+    return all(
+        torch.allclose(result.example(row).values.sum(-1), torch.ones((), dtype=result.values.dtype))
+        for row in range(len(result))
+    )
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_axes_of_heads(tiny: TransformerLensModel, source: str) -> None:
+    """Values and attention are batch, layer, head, query, key; exact values have no error."""
+    result = contributions(tiny, TEXTS, source=source)
+    assert result.values.shape == result.attention.shape == (5, 2, 2, 9, 9)
+    assert result.standard_error is None
+    assert result.layers == [0, 1]
+    assert len(result) == len(result.tokens) == 5
+    assert list(map(len, result.tokens)) == LENGTHS
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_axes_of_layers(tiny: TransformerLensModel, source: str) -> None:
+    """With the target "layer" values and errors have no head axis; attention has."""
+    result = contributions(tiny, TEXTS, source=source, target="layer", n_probes=4)
+    assert result.values.shape == result.standard_error.shape == (5, 2, 9, 9)
+    assert result.attention.shape == (5, 2, 2, 9, 9)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_example_is_trimmed(tiny: TransformerLensModel, target: str) -> None:
+    """One text of several: its own tokens, and no padding."""
+    result = contributions(tiny, TEXTS, target=target, n_probes=4)
+    for row, length in enumerate(LENGTHS):
+        one = result.example(row)
+        assert one.tokens == [result.tokens[row]]
+        assert one.layers == result.layers
+        for part, whole in (
+            (one.values, result.values),
+            (one.standard_error, result.standard_error),
+            (one.attention, result.attention),
+        ):
+            assert part.shape[-2:] == (length, length)
+            assert torch.equal(part[0], whole[row, ..., :length, :length])
+
+
+def test_example_of_exact_values_has_no_error(tiny: TransformerLensModel) -> None:
+    """What is exact stays exact."""
+    assert contributions(tiny, TEXTS).example(3).standard_error is None
+
+
+def test_results_can_be_changed(tiny: TransformerLensModel) -> None:
+    """No result is an inference tensor or needs gradients."""
+    for source in SOURCES:
+        result = contributions(tiny, [PAIR], source=source, n_probes=2)
+        for tensor in (result.values, result.attention):
+            assert not tensor.is_inference()
+            assert not tensor.requires_grad
+            assert tensor.device.type == "cpu"
+
+
+def test_repr_is_short(tiny: TransformerLensModel) -> None:
+    """It tells what is there, not all numbers."""
+    assert (
+        repr(contributions(tiny, ["a", "b c"]))
+        == "Contributions(source='input', target='head', exact, texts=2, layers=[0, 1], [2, 2, 2, 4, 4])"
+    )
+    assert repr(tiny).startswith("TransformerLensModel(")
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def test_words(minilm) -> None:
+    """Pieces of keys add up, those of queries are averaged, and rows still sum to 1."""
+    result = contributions(minilm, ["Hummingbirds sang.", "Go"], source="previous_layer")
+    assert result.tokens[0] == ["[CLS]", "Humming", "birds", "sang", ".", "[SEP]"]
+    words = result.to_words()
+    assert words.tokens == [["[CLS]", "Hummingbirds", "sang", ".", "[SEP]"], ["[CLS]", "Go", "[SEP]"]]
+    assert rows_sum_to_one(words)
+    values, merged = result.values[0], words.values[0]
+    torch.testing.assert_close(merged[..., 2, 1], values[..., 3, 1:3].sum(-1))
+    torch.testing.assert_close(merged[..., 1, 2], values[..., 1:3, 3].mean(-1))
+    torch.testing.assert_close(merged[..., 1, 1], values[..., 1:3, 1:3].sum(-1).mean(-1))
+    torch.testing.assert_close(words.example(0).attention.sum(-1), torch.ones(1, 6, 12, 5))
+
+
+@pytest.mark.parametrize("reduction", ["max", "mean"])
+def test_words_by_another_reduction(reduction: str, minilm) -> None:
+    """Rows are scaled to sum to 1 again."""
+    result = contributions(minilm, "Hummingbirds sang.", source="previous_layer")
+    words = result.to_words(reduction)
+    assert rows_sum_to_one(words)
+    row = result.values[0, 0, 0, 3]
+    pieces = row[1:3].max() if reduction == "max" else row[1:3].mean()
+    expected = torch.stack([row[0], pieces, *row[3:]])
+    torch.testing.assert_close(words.values[0, 0, 0, 2], expected / expected.sum())
+
+
+def test_words_of_a_pair_are_apart(minilm) -> None:
+    """The last word of the first text and the first of the second do not merge."""
+    words = contributions(minilm, [("one two", "two three")], source="previous_layer").to_words()
+    assert words.tokens[0] == ["[CLS]", "one", "two", "[SEP]", "two", "three", "[SEP]"]
+
+
+def test_words_of_estimates(minilm) -> None:
+    """The error is at least that of the largest piece."""
+    result = contributions(minilm, "Hummingbirds sang.", layers=[1], n_probes=4)
+    words = result.to_words()
+    assert (words.standard_error[..., 2, 1] >= result.standard_error[..., 3, 1:3].amax(-1)).all()
+    assert result.to_words("max").standard_error is None
+
+
+def test_words_errors(minilm, bert) -> None:
+    """An unknown reduction, words of words, and a tokenizer that knows no words."""
+    result = contributions(minilm, "Hummingbirds sang.", source="previous_layer")
+    with pytest.raises(ValueError, match="reduction must be one of 'sum', 'max', 'mean'"):
+        result.to_words("median")
+    with pytest.raises(ValueError, match="not of tokens"):
+        result.to_words().to_words()
+    with pytest.raises(ValueError, match="fast tokenizer"):
+        contributions(bert, "a b").to_words()

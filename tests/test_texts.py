@@ -1,0 +1,126 @@
+"""Texts as they are passed, checked, encoded and batched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import WordTokenizer, tiny_bert
+
+from captum_hta import contributions, load_model
+from captum_hta.integrations import TransformerLensModel
+from captum_hta.model.encoding import Encoding
+from captum_hta.texts import BATCH_TOKENS, PADDING_SHARE, batches
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TransformerLensModel:
+    """A tiny random BERT of 2 layers."""
+    return load_model(tiny_bert(), tokenizer=WordTokenizer())
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["a b", ["a b"], ("a b",)])
+def test_one_text(tiny: TransformerLensModel, text: object) -> None:
+    """A single string is a list of one; a list may be a tuple."""
+    assert contributions(tiny, text).values.shape == (1, 2, 2, 4, 4)
+
+
+@pytest.mark.parametrize("pair", [("a b", "c"), ["a b", "c"]])
+def test_pair_as_tuple_or_list(tiny: TransformerLensModel, pair: object) -> None:
+    """A pair is a tuple or, as it comes from JSON, a list."""
+    expected = contributions(tiny, [("a b", "c")]).values
+    assert torch.equal(contributions(tiny, [pair]).values, expected)
+
+
+@pytest.mark.parametrize("words", [38, 36])
+def test_longest_text(tiny: TransformerLensModel, words: int) -> None:
+    """A text as long as the model reads is no error."""
+    assert contributions(tiny, "w " * words, n_probes=2).values.shape[-1] == words + 2
+
+
+def test_long_text(minilm) -> None:
+    """An error that names length and limit before anything is run, or the first 512 tokens."""
+    text = "word " * 600
+    with pytest.raises(ValueError, match=r"text 1 has 602 tokens.*at most 512.*truncation=True"):
+        contributions(minilm, ["short", text])
+    result = contributions(minilm, ["short", text], source="previous_layer", layers=[0], truncation=True)
+    assert result.cut == [0, 90]
+    assert len(result.tokens[1]) == 512
+    assert result.tokens[1][-1] == "[SEP]"
+    assert contributions(minilm, "short", source="previous_layer").cut is None
+
+
+BAD_TEXTS: list[tuple[object, type[Exception], str]] = [
+    ([], ValueError, "no text"),
+    ((), ValueError, "no text"),
+    ([5], TypeError, "text 0 must be a string or a pair of strings, got 5"),
+    (["a", None], TypeError, "text 1"),
+    (["a", b"b"], TypeError, "text 1"),
+    ([("a",)], TypeError, "text 0"),
+    ([("a", "b", "c")], TypeError, "text 0"),
+    ([("a", 1)], TypeError, "text 0"),
+    (5, TypeError, "string"),
+    (None, TypeError, "string"),
+    ("w " * 39, ValueError, "text 0 has 41 tokens, but BertForMaskedLM reads at most 40"),
+    (["w", "w " * 60], ValueError, "text 1 has 62 tokens, but .* reads at most 40"),
+    ([("w " * 30, "w " * 30)], ValueError, "text 0 has 63 tokens, but .* reads at most 40"),
+]
+
+
+@pytest.mark.parametrize(("texts", "error", "words"), BAD_TEXTS)
+def test_bad_texts(
+    tiny: TransformerLensModel,
+    texts: object,
+    error: type[Exception],
+    words: str,
+) -> None:
+    """No text, wrong types and texts that are too long: the error names which and the limit."""
+    with pytest.raises(error, match=words):
+        contributions(tiny, texts)
+
+
+def test_text_without_token(tiny: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer without special tokens makes nothing of an empty text, which is an error."""
+    right = tiny.encode
+    monkeypatch.setattr(tiny, "encode", lambda text: right(text) if text else Encoding([], [], []))
+    with pytest.raises(ValueError, match="text 1 has no token"):
+        contributions(tiny, ["a", ""])
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([], []),
+        ([5], [[0]]),
+        ([7, 7, 7], [[0, 1, 2]]),
+        ([9, 3, 9, 3], [[1, 3], [0, 2]]),
+        ([8, 7], [[1, 0]]),
+        ([8, 5], [[1], [0]]),
+        ([512, 512, 512], [[0, 1], [2]]),
+        ([2000, 2000], [[0], [1]]),
+        ([1024, 1], [[1], [0]]),
+    ],
+)
+def test_batches(lengths: list[int], expected: list[list[int]]) -> None:
+    """Like lengths together, the shortest first, within both limits."""
+    assert list(batches(lengths)) == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_of_random_lengths(seed: int) -> None:
+    """Every row once, in order of length, and no batch beyond a limit."""
+    lengths = torch.randint(2, 300, (200,), generator=torch.Generator().manual_seed(seed)).tolist()
+    found = list(batches(lengths))
+    flat = [row for rows in found for row in rows]
+    assert sorted(flat) == list(range(200))
+    assert [lengths[row] for row in flat] == sorted(lengths)
+    for rows in found:
+        positions = len(rows) * max(lengths[row] for row in rows)
+        assert positions <= BATCH_TOKENS
+        assert positions - sum(lengths[row] for row in rows) <= PADDING_SHARE * positions
+    assert len(found) < 60
