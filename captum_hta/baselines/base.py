@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from captum_hta.model.activations import Activations
-from captum_hta.model.encoding import Text
+from captum_hta.model.encoding import Encoding, Text
 from captum_hta.model.protocol import Model
 from captum_hta.model.sites import without_autocast
 from captum_hta.texts import encoded, listed
@@ -49,15 +49,25 @@ class Baseline(ABC):
             beside it.
 
         Raises:
-            ValueError: If a text cannot be read, or the model lacks what the method needs.
+            ValueError: If a text cannot be read, its activations are not finite, or the model lacks what the
+                method needs.
         """
         if self.model.key_layers is not None and not self.supports_cross_attention:
             raise ValueError(f"{self.name} is not defined for cross attention")
         encodings = [encoded(self.model, text, row) for row, text in enumerate(listed(self.model, texts))]
         with torch.inference_mode(False), without_autocast():
-            return padded(
-                [self.values(Activations(self.model, self.model.batch([one]))) for one in encodings]
-            )
+            return padded([self._checked_values(row, encoding) for row, encoding in enumerate(encodings)])
+
+    def _checked_values(self, row: int, encoding: Encoding) -> Tensor:
+        activations = Activations(self.model, self.model.batch([encoding]), f"text {row}")
+        _ = activations.pattern  # which a model refuses to show while a dropout is active
+        values = self.values(activations)
+        activations.finite(f"values of {self.name!r}", self.defined(values))
+        return values
+
+    def defined(self, values: Tensor) -> Tensor:
+        """Those values of one text that must be numbers; by default all."""
+        return values
 
     @abstractmethod
     def values(self, activations: Activations) -> Tensor:

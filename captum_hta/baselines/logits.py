@@ -29,11 +29,15 @@ class LogitBaseline(Baseline):
             largest logit.
 
     Raises:
+        TypeError: If the position or token is not an int.
         ValueError: From ``attribute``, if the model has no logits, or not this one.
     """
 
     def __init__(self, model: Model, position: int = -1, token: int | None = None) -> None:
         super().__init__(model)
+        for name, value in (("position", position), ("token", token)):
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise TypeError(f"{name} must be an int, got {value!r}")
         self.position, self.token = position, token
 
     def logit_from(self, activations: Activations, place: Site | Module) -> Callable[..., Tensor]:
@@ -55,7 +59,7 @@ class LogitBaseline(Baseline):
                 f"position must be between {-logits.shape[1]} and {logits.shape[1] - 1}, as the text has "
                 f"{logits.shape[1]} tokens, got {self.position}"
             )
-        last = self._at(logits)[0]
+        last = activations.finite("logits", self._at(logits)[0])
         check_token(self.token, len(last))
         return int(last.argmax()) if self.token is None else self.token
 
@@ -110,7 +114,7 @@ class SteppedBaseline(LogitBaseline):
     ) -> None:
         super().__init__(model, position, token)
         self.n_steps = self.default_steps if n_steps is None else n_steps
-        if not isinstance(self.n_steps, int) or self.n_steps < 1:
+        if isinstance(self.n_steps, bool) or not isinstance(self.n_steps, int) or self.n_steps < 1:
             raise ValueError(f"n_steps must be a positive int, got {n_steps!r}")
 
 
@@ -223,6 +227,10 @@ class EmbeddingBaseline(LogitBaseline):
         out = row.new_full((len(row), len(row)), torch.nan)
         out[self.position] = row
         return out
+
+    def defined(self, values: Tensor) -> Tensor:
+        """The row of the logit's position."""
+        return values[self.position]
 
     @abstractmethod
     def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:

@@ -52,9 +52,10 @@ class JacobianScope(Baseline):
     def values(self, activations: Activations) -> Tensor:
         """``[query, key]``."""
         model, batch, place = self.model, activations.batch, self._final()
-        hidden = promoted(observed({"final": place}, activations.run)["final"][0])
+        final = observed({"final": place}, activations.run)["final"][0]
+        hidden = activations.finite("final hidden states", promoted(final))
         forward_pass = ForwardPass(model.forward, batch.inputs, batch.extra, [place], model.source(0))
-        found = answer(forward_pass, Query(direction=self._vectors(hidden)[None]))
+        found = answer(forward_pass, Query(direction=self._vectors(activations, hidden)[None]))
         return found.energies[0].mean[0, 0].clamp_min(0).sqrt().to(hidden)
 
     def _final(self) -> Site | Module:
@@ -69,19 +70,31 @@ class JacobianScope(Baseline):
         except ValueError:
             return False
 
-    def _vectors(self, hidden: Tensor) -> Tensor:
+    def _vectors(self, activations: Activations, hidden: Tensor) -> Tensor:
         """One vector for each token, ``[token, width]``."""
         if self.scope == "temperature":
             directions: Tensor = hidden / torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
             return directions
         weight = promoted(self.model.unembedding.weight)
         check_token(self.token, len(weight))
-        logits = hidden @ weight.T
-        if self.scope == "fisher":
-            return torch.stack([_leading_direction(weight, p) for p in logits.softmax(-1)])
-        if self.token is not None:
+        if self.scope == "semantic" and self.token is not None:
             return weight[self.token].expand_as(hidden)
-        return weight[logits.argmax(-1)]
+        with torch.no_grad():
+            logits = activations.finite("logits", promoted(self.model.logits(*activations.repeated(1))[0]))
+        if self.scope == "semantic":
+            return weight[logits.argmax(-1)]
+        self._check_affine(logits, hidden @ weight.T)
+        return torch.stack([_leading_direction(weight, p) for p in logits.softmax(-1)])
+
+    def _check_affine(self, logits: Tensor, unembedded: Tensor) -> None:
+        """Check that logits are the unembedded hidden state, up to a bias."""
+        rest = logits - unembedded
+        tolerance = max(1e-3, 8 * torch.finfo(self.model.dtype).eps)
+        if (rest - rest[:1]).abs().max() > tolerance * unembedded.abs().max():
+            raise ValueError(
+                f"{self.model.name} scales or caps its logits, which this Fisher information does not cover; "
+                "use the semantic scope"
+            )
 
 
 def _leading_direction(weight: Tensor, p: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import normalize
 
 from captum_hta.baselines.base import Baseline
 from captum_hta.model.activations import Activations, promoted
@@ -31,6 +31,13 @@ class ValueZeroing(Baseline):
         return distances / distances.sum(-1, keepdim=True).clamp_min(torch.finfo(distances.dtype).tiny)
 
 
+def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
+    """One minus the cosine of vectors, as half the squared distance of their directions: small distances
+    would otherwise be lost in rounding.
+    """
+    return (normalize(first, dim=-1) - normalize(second, dim=-1)).square().sum(-1) / 2
+
+
 def _distances(activations: Activations) -> list[Tensor]:
     """Cosine distances ``[query, key]`` for each layer, from a single forward pass.
 
@@ -46,8 +53,8 @@ def _distances(activations: Activations) -> list[Tensor]:
         return lambda z: z - lost[layer].reshape(z.shape).to(z.dtype)
 
     def reset(out: Tensor) -> Tensor:
-        whole, changed = promoted(out[:1]), promoted(out[1:])
-        found.append((1 - cosine_similarity(whole, changed, dim=-1)).clamp_min(0).mT)
+        whole, changed = promoted(out[:1]).double(), promoted(out[1:]).double()
+        found.append(cosine_distance(whole, changed).mT.to(lost))
         return out[:1].expand_as(out).contiguous()
 
     with ExitStack() as stack, torch.no_grad():

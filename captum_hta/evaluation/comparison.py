@@ -7,21 +7,24 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from torch import Tensor
 
 from captum_hta.evaluation.methods import Array, Method, attributed, unpadded
+from captum_hta.model.activations import Activations
 from captum_hta.model.encoding import Text
 from captum_hta.model.protocol import Model
 from captum_hta.result import Contributions
 from captum_hta.statistics.accumulators import RowMean
 from captum_hta.statistics.correlations import (
     MEASURES,
+    attended,
     in_sight,
-    is_causal,
     row_agreement,
+    rows_alike,
     standard_ranks,
-    visible,
 )
+from captum_hta.texts import encoded, listed
 
 
 def compare(
@@ -64,7 +67,7 @@ def compare(
         comparison.add(
             unpadded(result.values[row], queries, keys),
             {name: unpadded(value[row], queries, keys) for name, value in whole.items()},
-            result.keys is None and is_causal(unpadded(result.attention[row], queries, keys)),
+            attended(unpadded(result.attention[row], queries, keys)),
         )
     return comparison.table()
 
@@ -88,12 +91,16 @@ def compare_methods(
     Raises:
         ValueError: If two methods share a name, there is no text, or one cannot be read.
     """
-    comparison, ranks = Comparison(layers), RankMatrix()
+    texts = listed(model, texts)
+    comparison, ranks = Comparison(layers), RankMatrix(methods[0].name)
     for rows, found in attributed(methods, model, texts, layers):
-        for index in range(len(rows)):
+        for index, row in enumerate(rows):
+            one = encoded(model, texts[row], row)
+            activations = Activations(model, model.batch([one]), f"text {row}")
+            sight = attended(activations.pattern[list(layers)].double().cpu().numpy())
             values = {name: arrays[index] for name, arrays in found.items()}
-            ranks.add(values, model.size.causal)
-            comparison.add(values.pop(methods[0].name), values, model.size.causal)
+            ranks.add(values, sight)
+            comparison.add(values.pop(methods[0].name), values, sight)
         advance(len(rows))
     return comparison, ranks
 
@@ -117,7 +124,19 @@ def _aligned(name: str, value: Tensor | Contributions, result: Contributions) ->
             f"{list(result.values.shape)}: pass [batch, layer, head, query, key] for the same texts, or "
             "without the head axis or both the layer and head axes"
         )
+    _check_texts(name, value, result)
     return value
+
+
+def _check_texts(name: str, value: Tensor, result: Contributions) -> None:
+    """Check that values are not padding where the result has keys, as for other or reordered texts."""
+    for row, tokens in enumerate(result.tokens):
+        keys = len(tokens if result.keys is None else result.keys[row])
+        if value[row, ..., keys - 1].isnan().all() and not value[row].isnan().all():
+            raise ValueError(
+                f"the values of {name!r} for text {row} end before its {keys} tokens: pass the values of the "
+                "same texts in the same order"
+            )
 
 
 def _broadcast(value: Tensor, like: Tensor) -> Tensor:
@@ -141,26 +160,39 @@ class Comparison:
         self.layers, self.top = list(layers), top
         self.means: dict[str, dict[str, RowMean]] = {}
 
-    def add(self, reference: Array, methods: Mapping[str, Array], causal: bool = False) -> None:
+    def add(
+        self, reference: Array, methods: Mapping[str, Array], attended: NDArray[np.bool_] | None = None
+    ) -> None:
         """Add one text.
 
         Args:
             reference: The values that the methods are compared with, ``[layer, head, query, key]``.
             methods: The values of each method, with the same axes or axes of length 1.
-            causal: Whether queries see no later keys, which then do not count.
+            attended: The keys that heads attend to, ``[layer, query, key]``. Other keys count only where the
+                reference is not zero, as where earlier layers have carried them. Default: ``None``, all
+                count.
         """
+        seen = _seen(reference, attended)
         for name, value in methods.items():
-            self._add_rows(name, reference, np.broadcast_to(value, reference.shape), causal)
+            self._add_rows(name, reference, value, _counted(seen, attended, reference, value))
 
-    def _add_rows(self, name: str, reference: Array, value: Array, causal: bool) -> None:
-        found = [
-            row_agreement(reference[..., rows, keys], value[..., rows, keys], self.top)
-            for rows, keys in visible(reference.shape[-2], causal)
-        ]
+    def _add_rows(self, name: str, reference: Array, value: Array, seen: NDArray[np.bool_]) -> None:
+        by_row = self._agreement(reference, np.broadcast_to(value, reference.shape), seen)
         for measure in MEASURES:
-            by_row = np.concatenate([one[measure] for one in found], axis=-1)
-            mean = self.means.setdefault(name, {}).setdefault(measure, RowMean.zero(*by_row.shape[:2]))
-            mean.add(by_row)
+            mean = self.means.setdefault(name, {}).setdefault(measure, RowMean.zero(*reference.shape[:2]))
+            mean.add(by_row[measure])
+
+    def _agreement(self, first: Array, second: Array, seen: NDArray[np.bool_]) -> dict[str, Array]:
+        """Every measure of each row among its seen keys, ``[layer, head, query]``."""
+        if seen.all():
+            return row_agreement(first, second, self.top)
+        found = {measure: np.full(first.shape[:3], np.nan) for measure in MEASURES}
+        for query in range(first.shape[2]):
+            for layers, keys in rows_alike(seen[:, query]):
+                one, two = (values[layers, :, query][..., keys] for values in (first, second))
+                for measure, values in row_agreement(one[None], two[None], self.top).items():
+                    found[measure][layers, :, query] = values[0]
+        return found
 
     def table(self) -> pd.DataFrame:
         """One row for each method, layer and head; see :func:`compare`."""
@@ -191,22 +223,51 @@ class Comparison:
         return pd.DataFrame(rows)
 
 
-class RankMatrix:
-    """Spearman's correlation of each method with each other, a mean over the query rows of all texts."""
+def _seen(reference: Array, attended: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """The keys that can count in a row, ``[layer, query, key]``."""
+    carried = (reference != 0).any(1)
+    return np.ones_like(carried) if attended is None else attended | carried
 
-    def __init__(self) -> None:
+
+def _counted(
+    seen: NDArray[np.bool_], attended: NDArray[np.bool_] | None, first: Array, second: Array
+) -> NDArray[np.bool_]:
+    """The keys that count in a comparison of two methods, ``[layer, query, key]``: only attended ones, if
+    both methods are zero elsewhere, as methods are that look at a single layer with a window.
+    """
+    if attended is None or (seen == attended).all():
+        return seen
+    carried = (seen & ~attended)[:, None]
+    both_local = not any((np.where(carried, values, 0) != 0).any() for values in (first, second))
+    return attended if both_local else seen
+
+
+class RankMatrix:
+    """Spearman's correlation of each method with each other, a mean over the query rows of all texts.
+
+    Args:
+        reference: The name of the method that tells which keys are carried by earlier layers.
+    """
+
+    def __init__(self, reference: str) -> None:
+        self.reference = reference
         self.pairs: dict[tuple[str, str], RowMean] = {}
 
-    def add(self, methods: Mapping[str, Array], causal: bool = False) -> None:
+    def add(self, methods: Mapping[str, Array], attended: NDArray[np.bool_] | None = None) -> None:
         """Add one text.
 
         Args:
             methods: The values of each method, ``[layer, head, query, key]``; axes may have length 1.
-            causal: Whether queries see no later keys, which then do not count.
+            attended: As in :meth:`Comparison.add`.
         """
-        ranked = {name: in_sight(standard_ranks, value, causal) for name, value in methods.items()}
-        for name, other in combinations_with_replacement(ranked, 2):
-            rows = (ranked[name] * ranked[other]).sum(-1)
+        seen = _seen(methods[self.reference], attended)
+        ranked: dict[tuple[str, bool], Array] = {}
+        for name, other in combinations_with_replacement(methods, 2):
+            counted = _counted(seen, attended, methods[name], methods[other])
+            for one in {name, other}:
+                if (one, counted is seen) not in ranked:
+                    ranked[one, counted is seen] = in_sight(standard_ranks, methods[one], counted)
+            rows = (ranked[name, counted is seen] * ranked[other, counted is seen]).sum(-1)
             self.pairs.setdefault((name, other), RowMean.zero()).add(rows.ravel())
 
     def table(self) -> pd.DataFrame:

@@ -28,7 +28,7 @@ from captum_hta.jacobian.endpoints import layers_of
 from captum_hta.model.activations import Activations
 from captum_hta.model.encoding import Encoding, Text
 from captum_hta.model.protocol import Model
-from captum_hta.statistics.correlations import standard_ranks, visible
+from captum_hta.statistics.correlations import attended, in_sight, reached, standard_ranks
 from captum_hta.texts import encoded, listed
 
 SMALL, LARGE = 0.01, 1.0
@@ -52,7 +52,11 @@ class Faithfulness:
     rows: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(
-        self, intervention: str, measured: Array, methods: Mapping[str, Array], causal: bool = False
+        self,
+        intervention: str,
+        measured: Array,
+        methods: Mapping[str, Array],
+        reached: NDArray[np.bool_] | None = None,
     ) -> None:
         """Add one text.
 
@@ -60,10 +64,14 @@ class Faithfulness:
             intervention: The intervention's name.
             measured: The responses, ``[layer, head, query, key]``; NaN for keys that were not changed.
             methods: The values of each method, with the same axes or axes of length 1.
-            causal: Whether queries see no later keys, which then do not count.
+            reached: The keys that reach a query through the layers, ``[layer, query, key]``; others do not
+                count. Default: ``None``, all reach it.
         """
-        changed = np.flatnonzero(~np.isnan(measured).all((0, 1, 2)))
-        for name, correlation in _rank_correlations(measured, methods, changed, causal).items():
+        counted = np.broadcast_to(~np.isnan(measured).all((0, 1, 2)), (len(measured), *measured.shape[2:]))
+        counted = counted if reached is None else counted & reached
+        truth = in_sight(standard_ranks, measured, counted)
+        for name, value in methods.items():
+            correlation = (truth * in_sight(standard_ranks, value, counted)).sum(-1)
             key = (intervention, name)
             self.rows[key] = self.rows.get(key, 0) + int((~np.isnan(correlation)).sum())
             self.values.setdefault(key, []).append(_mean(correlation, -1))
@@ -104,21 +112,6 @@ class Faithfulness:
                 row |= {"spearman": mean[index], "low": low[index], "high": high[index]}
                 rows.append(row | {"examples": len(values), "rows": self.rows[intervention, method]})
         return pd.DataFrame(rows)
-
-
-def _rank_correlations(
-    measured: Array, methods: Mapping[str, Array], changed: NDArray[np.int64], causal: bool
-) -> dict[str, Array]:
-    """Spearman's correlation of each method's rows with the responses, over the changed keys that a query can
-    see: ``[layer, head, query]``.
-    """
-    found: dict[str, list[Array]] = {name: [] for name in methods}
-    for rows, keys in visible(measured.shape[-2], causal):
-        among = changed[changed < keys.stop] if causal else changed
-        truth = standard_ranks(measured[..., rows, :][..., among])
-        for name, value in methods.items():
-            found[name].append((truth * standard_ranks(value[..., rows, :][..., among])).sum(-1))
-    return {name: np.concatenate(each, axis=-1) for name, each in found.items()}
 
 
 def _interval(values: Array) -> tuple[Array, Array, Array]:
@@ -219,11 +212,12 @@ def faithfulness(
     found = Faithfulness(layers)
     for rows, values in attributed(methods, model, texts, layers):
         for index, row in enumerate(rows):
-            activations = Activations(model, model.batch([encodings[row]]))
+            activations = Activations(model, model.batch([encodings[row]]), f"text {row}")
+            reach = reached(attended(activations.pattern.double().cpu().numpy()))[layers]
             by_method = {name: arrays[index] for name, arrays in values.items()}
             generator = torch.Generator().manual_seed(seed + row)
             for one in interventions:
                 measured = responses(activations, encodings[row], one, layers, generator)
-                found.add(one.name, measured.cpu().numpy(), by_method, model.size.causal)
+                found.add(one.name, measured.cpu().numpy(), by_method, reach)
         advance(len(rows))
     return found

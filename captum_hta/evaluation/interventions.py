@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -195,16 +196,21 @@ def responses(
     Returns:
         The root mean square of :math:`\| y_j' - y_j \|` over samples, ``[layer, head, query, key]`` in
         float64; NaN for keys that are not changed.
+
+    Raises:
+        ValueError: If responses are infinite or NaN, or the model reads no token ids that could be changed.
     """
-    x = activations.hidden[0]
-    unchanged = _head_outputs(activations, layers, 1)
-    squares = x.new_zeros(*unchanged.shape[1:4], len(x), dtype=torch.float64)
+    model, x = activations.model, activations.hidden[0]
+    # Of as many copies as are changed at once, so that outputs that do not move are equal on any processor.
+    unchanged = cache(lambda copies: _head_outputs(activations, layers, copies))
+    squares = x.new_zeros(len(layers), model.num_heads, len(x), len(x), dtype=torch.float64)
     counts = squares.new_zeros(len(x))
     for change in intervention.changes(encoding, x, generator):
         counts[change.keys] += 1
         for chunk in change.chunks():
-            moved = _changed_outputs(activations, chunk, layers) - unchanged
+            moved = _changed_outputs(activations, chunk, layers) - unchanged(len(chunk.keys))
             squares[..., chunk.keys] += moved.double().square().sum(-1).permute(1, 2, 3, 0)
+    activations.finite(f"responses to {intervention.name!r}", squares)
     return (squares / counts).sqrt()  # 0 / 0 is NaN where nothing was changed
 
 
@@ -212,6 +218,11 @@ def _changed_outputs(activations: Activations, change: Change, layers: Sequence[
     """Head outputs for copies with one token changed in each, ``[copy, layer, head, query, d_head]``."""
     copies = torch.arange(len(change.keys))
     if change.of_ids:
+        if activations.batch.inputs[0].is_floating_point():
+            raise ValueError(
+                f"{activations.model.name} reads no token ids that could be changed: use interventions on "
+                "vectors, such as Noise or ZeroVector"
+            )
         ids = activations.batch.inputs[0].repeat(len(copies), 1)
         ids[copies, change.keys] = change.new.to(ids)
         return _head_outputs(activations, layers, len(copies), ids)

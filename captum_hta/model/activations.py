@@ -22,10 +22,12 @@ class Activations:
     Attributes:
         model: The model.
         batch: The text, as a batch of one.
+        label: The text's name in errors.
     """
 
     model: Model
     batch: Batch
+    label: str = "the text"
 
     @cached_property
     def _attention(self) -> list[Attention]:
@@ -33,15 +35,19 @@ class Activations:
 
     @cached_property
     def pattern(self) -> Tensor:
-        """Attention patterns, ``[layer, head, query, key]``."""
-        return promoted(torch.cat([one.pattern for one in self._attention]))
+        """Attention patterns, ``[layer, head, query, key]``.
+
+        Raises:
+            ValueError: If one is infinite or NaN.
+        """
+        return self.finite("attention", promoted(torch.cat([one.pattern for one in self._attention])))
 
     @cached_property
     def value(self) -> Tensor:
         """Values, ``[layer, head, key, d_head]``.
 
         Raises:
-            ValueError: If the model does not show the values of its attention.
+            ValueError: If the model does not show the values of its attention, or one is infinite or NaN.
         """
         values = [one.value for one in self._attention if one.value is not None]
         if len(values) < len(self._attention):
@@ -49,7 +55,7 @@ class Activations:
                 f"{self.model.name} ({self.model.architecture}) does not show the values that its attention "
                 "weighs, so this method cannot be computed for it"
             )
-        return promoted(torch.cat(values))
+        return self.finite("values", promoted(torch.cat(values)))
 
     @cached_property
     def projections(self) -> list[OutputProjection]:
@@ -66,10 +72,28 @@ class Activations:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """Hidden embeddings that enter each block, ``[layer, token, width]``."""
+        """Hidden embeddings that enter each block, ``[layer, token, width]``.
+
+        Raises:
+            ValueError: If one is infinite or NaN.
+        """
         sites = {str(layer): self.model.source(layer) for layer in range(self.model.num_layers)}
         found = observed(sites, self.run)
-        return promoted(torch.cat([found[str(layer)] for layer in range(self.model.num_layers)]))
+        hidden = torch.cat([found[str(layer)] for layer in range(self.model.num_layers)])
+        return self.finite("hidden embeddings", promoted(hidden))
+
+    def finite(self, what: str, value: Tensor) -> Tensor:
+        """The value itself.
+
+        Raises:
+            ValueError: If it holds an infinite number or NaN; names the text.
+        """
+        if not value.isfinite().all():
+            raise ValueError(
+                f"{self.label}: {what} of {self.model.name} are not finite; check its weights, or load it in "
+                "float32"
+            )
+        return value
 
     def run(self) -> Any:
         """Run the model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,8 +54,11 @@ class StandardRows:
 
     @classmethod
     def of(cls, values: Array, causal: bool = False) -> StandardRows:
-        """Of any rows; of a causal model ``[..., query, key]``, each among the keys that its query sees."""
-        return cls(in_sight(standard_values, values, causal), in_sight(standard_ranks, values, causal))
+        """Standardise rows ``[..., key]``; for causal models ``[layer, head, query, key]``, among the keys
+        that a query sees.
+        """
+        seen = np.tri(*values.shape[-2:], dtype=bool)[None] if causal else None
+        return cls(in_sight(standard_values, values, seen), in_sight(standard_ranks, values, seen))
 
     def correlations(self, other: StandardRows) -> tuple[Array, Array]:
         """Pearson's and Spearman's correlations, ``[...]``."""
@@ -62,15 +66,28 @@ class StandardRows:
         return tuple(np.einsum("...k,...k->...", *pair).clip(-1, 1) for pair in pairs)
 
 
-def visible(queries: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Queries with the keys that they can see: all at once, or of a causal model one at a time. What they
-    cannot see is zero for every method, which would count as agreement.
+def attended(attention: Array) -> NDArray[np.bool_]:
+    """Keys that some head of a layer attends to, or the query itself: ``[layer, query, key]`` from patterns
+    ``[layer, head, query, key]``.
     """
-    if not causal:
-        yield slice(None), slice(None)
-        return
-    for query in range(queries):
-        yield slice(query, query + 1), slice(0, query + 1)
+    queries, keys = attention.shape[-2:]
+    return (attention != 0).any(-3) | (np.eye(queries, keys, dtype=bool) if queries == keys else False)
+
+
+def reached(attended: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Tokens of the input that reach a head through the layers up to its own, ``[layer, query, key]``.
+
+    Args:
+        attended: What :func:`attended` gives for all layers of a model from the first.
+    """
+    return np.stack(list(accumulate(attended, lambda below, layer: layer @ below)))
+
+
+def rows_alike(seen: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Rows of ``seen``, ``[row, key]``, that have their true keys in common, and these keys."""
+    masks, which = np.unique(seen, axis=0, return_inverse=True)
+    for number, mask in enumerate(masks):
+        yield np.flatnonzero(which.ravel() == number), np.flatnonzero(mask)
 
 
 def is_causal(attention: Array) -> bool:
@@ -166,16 +183,29 @@ def _standard(rows: Array, varied: NDArray[np.bool_]) -> Array:
     return np.divide(centred, length, out=np.full(rows.shape, np.nan), where=varied[..., None])
 
 
-def in_sight(standard: Callable[[Array], Array], values: Array, causal: bool) -> Array:
-    """:func:`standard_values` or :func:`standard_ranks` of rows ``[..., query, key]``; of a causal model
-    among the keys that their query can see, and zero for the others.
+def in_sight(standard: Callable[[Array], Array], values: Array, seen: NDArray[np.bool_] | None) -> Array:
+    """:func:`standard_values` or :func:`standard_ranks` among the keys that count.
+
+    Args:
+        standard: One of the two.
+        values: ``[layer, head, query, key]``; axes of layers and heads may have length 1.
+        seen: The keys that count, ``[layer, query, key]``, with a layer axis of any length; ``None``: all.
+            Keys that a query cannot see are zero for every method, which would count as agreement.
+
+    Returns:
+        ``[layer, head, query, key]``, zero for the other keys.
     """
-    if not causal:
+    if seen is None or seen.all():
         return standard(values)
-    out = np.zeros(values.shape)
-    for rows, keys in visible(values.shape[-2], causal):
-        out[..., rows, keys] = standard(values[..., rows, keys])
-    return out
+    layers = max(len(values), len(seen))
+    rows = np.broadcast_to(values, (layers, *values.shape[1:])).swapaxes(1, 2)
+    out = np.zeros(rows.shape)
+    masks = np.broadcast_to(seen, (layers, *seen.shape[1:]))
+    for query in range(rows.shape[1]):
+        for where, keys in rows_alike(masks[:, query]):
+            at = np.ix_(where, range(rows.shape[2]), keys)
+            out[:, query][at] = standard(rows[:, query][at])
+    return out.swapaxes(1, 2)
 
 
 def _varies(rows: Array) -> NDArray[np.bool_]:

@@ -392,3 +392,86 @@ def test_logits_that_are_none() -> None:
         baselines.JacobianScope(model, token=99).attribute("one two")
     with pytest.raises(ValueError, match="n_steps must be"):
         baselines.AttentionConductance(model, n_steps=0)
+
+
+# --- what must not give numbers --------------------------------------------------------------------
+
+
+@functools.cache
+def unsound() -> TransformersModel:
+    """A decoder in which one word has no numbers."""
+    plain = tiny_with_head("Llama")
+    model = load_model(plain, tokenizer=WordTokenizer(60), adapter="transformers")
+    with torch.no_grad():
+        model.base.embed_tokens.weight[model.encode("zebra").ids[1]] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_activations_that_are_not_finite(method: type) -> None:
+    """The error names the text."""
+    one = method(unsound())
+    one.attribute("the cat")
+    with pytest.raises(ValueError, match=r"text 1: .* not finite"):
+        one.attribute(["the cat", "the zebra"])
+
+
+def test_logits_that_are_not_finite() -> None:
+    """They are found too, where all attention is finite."""
+    model = load_model(tiny_with_head("Llama"), tokenizer=WordTokenizer(60), adapter="transformers")
+    with torch.no_grad():
+        model.model.lm_head.weight[7] = torch.inf
+    baselines.AttentionWeights(model).attribute("one two")
+    for method in (baselines.GradientTimesAttention, baselines.EmbeddingSaliency, baselines.JacobianScope):
+        with pytest.raises(ValueError, match=r"text 0: logits .* not finite"):
+            method(model).attribute("one two")
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_active_dropout_is_refused(method: type) -> None:
+    """By every method, also those that do not look at attention."""
+    plain = tiny_with_head("GPT-2")
+    model = load_model(plain, tokenizer=WordTokenizer(60), adapter="transformers")
+    model.model.train()
+    with pytest.raises(ValueError, match="training mode"):
+        method(model).attribute("one two")
+
+
+def test_small_distances_of_value_zeroing() -> None:
+    """Single precision gives those of tokens that hardly matter, instead of zeros."""
+    exact, single = tiny_bert(), tiny_bert().float()
+    for plain in (exact, single):
+        for layer in plain.bert.encoder.layer:
+            layer.attention.self.value.weight.data *= 3e-3
+    found, expected = (
+        baselines.ValueZeroing(load_model(plain, WordTokenizer(), adapter="transformers")).attribute(
+            "a b c d"
+        )
+        for plain in (single, exact)
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=5e-2, atol=0)
+
+
+def test_scopes_use_the_logits_of_the_model() -> None:
+    """A bias of the unembedding moves the likeliest token; capped logits have another Fisher matrix."""
+    plain = tiny_with_head("GPT-2")
+    head = torch.nn.Linear(16, 60).double()
+    head.weight = plain.lm_head.weight
+    torch.nn.init.zeros_(head.bias)
+    head.bias.data[7] = 100.0
+    plain.lm_head = head
+    model = load_model(plain, tokenizer=WordTokenizer(60), adapter="transformers")
+    found = baselines.JacobianScope(model).attribute("one two")
+    torch.testing.assert_close(found, baselines.JacobianScope(model, token=7).attribute("one two"))
+    capped = load_model(tiny_with_head("Gemma 2"), tokenizer=WordTokenizer(60), adapter="transformers")
+    with torch.no_grad():
+        capped.model.lm_head.weight *= 100
+    with pytest.raises(ValueError, match="scales or caps its logits"):
+        baselines.JacobianScope(capped, "fisher").attribute("one two")
+
+
+@pytest.mark.parametrize("options", [{"position": 1.0}, {"position": True}, {"token": "a"}, {"token": False}])
+def test_arguments_that_are_no_ints(options: dict[str, object]) -> None:
+    """They are named."""
+    with pytest.raises(TypeError, match=f"{next(iter(options))} must be an int"):
+        baselines.GradientTimesAttention(decoder(), **options)

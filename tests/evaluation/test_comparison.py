@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers as hf
 from conftest import WordTokenizer, tiny_bert
-from families import tiny, tiny_with_head
+from families import ENCODER, GROUPED, tiny, tiny_with_head
 from scipy import stats
 from scipy.spatial import distance
 
@@ -161,9 +162,10 @@ def test_keys_that_a_query_cannot_see(minilm: TransformerLensModel) -> None:
     query = 9
     row = stats.spearmanr(noise[0, 1, 2, query, : query + 1], result.values[0, 1, 2, query, : query + 1])
     values, other = result.values[0].numpy(), noise[0].numpy()
-    comparison, ranks = Comparison([0, 1, 2]), RankMatrix()
-    comparison.add(values, {"noise": other}, causal=True)
-    ranks.add({"result": values, "noise": other}, causal=True)
+    attended = np.tri(length, dtype=bool)[None].repeat(3, 0)
+    comparison, ranks = Comparison([0, 1, 2]), RankMatrix("result")
+    comparison.add(values, {"noise": other}, attended)
+    ranks.add({"result": values, "noise": other}, attended)
     alone = Comparison([1])
     seen = np.s_[1:2, 2:3, query : query + 1, : query + 1]
     alone.add(values[seen], {"noise": other[seen]})
@@ -203,3 +205,67 @@ def test_nothing_to_compare(bert: TransformerLensModel) -> None:
         compare_methods(methods, bert, [], [0])
     found, _ = compare_methods(methods, bert, (text for text in ["a b c", "d e"]), [0])
     assert found.summary()["rows"].item() == 2 * (5 + 4)
+
+
+TEXT = "a b c d e f g h i j"
+
+
+def by_hand(first: torch.Tensor, second: torch.Tensor, seen: np.ndarray) -> float:
+    """The mean over rows ``[layer, head, query, key]`` of Spearman's correlation among keys that count."""
+    found = []
+    for layer, head, query in np.ndindex(first.shape[:3]):
+        keys = seen[layer, query]
+        if keys.sum() >= 3:
+            rows = first[layer, head, query, keys], second[layer, head, query, keys]
+            found.append(stats.spearmanr(*rows).statistic)
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [(hf.RobertaForCausalLM, hf.RobertaConfig), (hf.BertLMHeadModel, hf.BertConfig)],
+)
+def test_decoders_of_encoder_families(cls: type, config: type) -> None:
+    """Whether later keys count is asked of the attention, not of the family."""
+    torch.manual_seed(0)
+    plain = cls(config(is_decoder=True, initializer_range=0.5, pad_token_id=0, **ENCODER)).double().eval()
+    model = load_model(plain, tokenizer=WordTokenizer(60), adapter="transformers")
+    result = contributions(model, TEXT)
+    assert not result.attention.triu(1).any()
+    methods = [HtaMethod(model), baselines.AttentionWeights(model)]
+    found, ranks = compare_methods(methods, model, [TEXT], range(model.num_layers))
+    seen = np.tri(result.values.shape[-1], dtype=bool)[None].repeat(model.num_layers, 0)
+    expected = by_hand(result.values[0], result.attention[0], seen)
+    assert found.summary()["spearman"].item() == pytest.approx(expected)
+    assert ranks.table().loc["HTA, input", "attention"] == pytest.approx(expected)
+    assert compare(result, {"attention": result.attention})["spearman"].mean() == pytest.approx(expected)
+
+
+def test_windows() -> None:
+    """Keys outside the window of a layer count only where the contributions reach them."""
+    torch.manual_seed(0)
+    config = hf.MistralConfig(sliding_window=4, initializer_range=0.5, **GROUPED)
+    plain = hf.MistralForCausalLM(config).double().eval()
+    model = load_model(plain, tokenizer=WordTokenizer(60), adapter="transformers")
+    local = contributions(model, TEXT, source="previous_layer")
+    window = np.tri(12, dtype=bool) & ~np.tri(12, k=-4, dtype=bool)
+    np.testing.assert_array_equal((local.attention[0] != 0).any(1), window[None].repeat(3, 0))
+    expected = by_hand(local.values[0], local.attention[0], window[None].repeat(3, 0))
+    assert compare(local, {"attention": local.attention})["spearman"].mean() == pytest.approx(expected)
+    methods = [HtaMethod(model), HtaMethod(model, "previous_layer"), baselines.AttentionWeights(model)]
+    found, ranks = compare_methods(methods, model, [TEXT], range(3))
+    assert ranks.table().loc["HTA, previous layer", "attention"] == pytest.approx(expected)
+    whole = contributions(model, TEXT)
+    reach = (whole.values[0] != 0).any(1).numpy()
+    assert reach[1].sum() > window.sum()
+    expected = by_hand(whole.values[0], local.attention[0], reach)
+    assert ranks.table().loc["HTA, input", "attention"] == pytest.approx(expected)
+    assert found.summary().set_index("method").loc["attention", "spearman"] == pytest.approx(expected)
+
+
+def test_texts_in_another_order(bert: TransformerLensModel) -> None:
+    """Are refused, if their lengths tell."""
+    texts = ["a b c d", "e f"]
+    reordered = baselines.AttentionWeights(bert).attribute(texts[::-1])
+    with pytest.raises(ValueError, match=r"'attention' for text 0 end before its 6 tokens: .* same order"):
+        compare(contributions(bert, texts), {"attention": reordered})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from circuits import circuit, induction, looking_back, silent
-from conftest import WordTokenizer
-from families import tiny, tiny_with_head
+from conftest import WordTokenizer, tiny_bert
+from families import GROUPED, tiny, tiny_with_head
 from scipy import stats
 
 from captum_hta import baselines, contributions, load_model
@@ -241,3 +242,49 @@ def test_interventions_that_are_none(make) -> None:
     """Refused when they are made."""
     with pytest.raises(ValueError, match="at least one sample"):
         make()
+
+
+# --- what must not give numbers --------------------------------------------------------------------
+
+
+def test_nothing_moves_before_a_change() -> None:
+    """In single precision and in several batches of copies too, exactly: there is no rounding to rank."""
+    model = load_model(tiny_with_head("GPT-2").float(), tokenizer=WordTokenizer(60))
+    found = moved(model, " ".join(f"w{number}" for number in range(36)), ZeroVector())
+    assert not found.triu(1).any()
+    assert found.diagonal(dim1=-2, dim2=-1).amin((0, 1)).min() > 0
+
+
+def test_windows_are_respected() -> None:
+    """Tokens that no path through the layers reaches do not count."""
+    torch.manual_seed(0)
+    config = hf.MistralConfig(sliding_window=4, initializer_range=0.5, **GROUPED)
+    plain = hf.MistralForCausalLM(config).double().eval()
+    model = load_model(plain, tokenizer=WordTokenizer(60), adapter="transformers")
+    text = "a b c d e f g h i j"
+    measured = moved(model, text, ZeroVector()).numpy()
+    attention = baselines.AttentionWeights(model).attribute(text)[0].numpy()
+    window = np.tri(12, dtype=bool) & ~np.tri(12, k=-4, dtype=bool)
+    rows = [
+        stats.spearmanr(measured[0, head, query, window[query]], attention[0, head, query, window[query]])
+        for head in range(4)
+        for query in range(2, 12)
+    ]
+    methods = [baselines.AttentionWeights(model)]
+    found = faithfulness(model, [text], methods, [ZeroVector()], layers=[0]).summary()
+    assert found["spearman"].item() == pytest.approx(np.mean([row.statistic for row in rows]))
+
+
+def test_responses_that_are_not_finite() -> None:
+    """The error names the text and the intervention."""
+    model = load_model(tiny_bert().half(), tokenizer=WordTokenizer(), adapter="transformers")
+    methods = [baselines.AttentionWeights(model)]
+    with pytest.raises(ValueError, match=r"text 0: responses to 'noise 1e\+06' .* not finite"):
+        faithfulness(model, ["a b c", "d e f g"], methods, [Noise(1e6)])
+
+
+def test_images_have_no_token_ids() -> None:
+    """Interventions on ids would write into pixels."""
+    model = TransformersModel(tiny("ViT"), None)
+    with pytest.raises(ValueError, match="reads no token ids"):
+        moved(model, torch.rand(model.reader.shape), MaskToken(3))
