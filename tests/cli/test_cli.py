@@ -688,7 +688,7 @@ PAIRED = ("explain", "the cat sat", "--pair", "so it goes", "--probes", "2")
 
 
 def test_explain_cross_attention(command: Command, tmp_path: Path, bart: str) -> None:
-    """Queries are what the decoder has said, sources what the encoder reads."""
+    """Queries are tokens of the decoder, sources tokens of the encoder."""
     done = command(*PAIRED, "--model", bart, "--part", "cross", "--layers", "1", "--top", "9")
     assert done.code == 0
     assert [query.split(" │ ")[1] for query in queries(done)][1:] == ["so", "it", "go", "es"]
@@ -708,7 +708,7 @@ def test_explain_a_decoder(command: Command, bart: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--part", "cross"), ("what the decoder has said", "--pair")),
+        (("--part", "cross"), ("the text of the decoder", "--pair")),
         ((), ("name the part",)),
         (("--part", "middle"), ("name the part", "got middle")),
         (("--part", "encoder", "--adapter", "transformer_lens"), ("knows no parts",)),
@@ -739,7 +739,7 @@ def test_doctor_of_a_part(command: Command, bart: str, part: str) -> None:
     """What the part reads; the cost of cross attention is not known before."""
     done = command("doctor", bart, "--part", part)
     assert done.code == 0
-    assert ("decoder has said" in done.out) == (part != "encoder")
+    assert ("text of the decoder" in done.out) == (part != "encoder")
     assert ("32 tokens" in done.out) == (part != "cross")
     assert "TransformerLensModel" in command("doctor", "--adapter", "transformer_lens").out
 

@@ -35,9 +35,9 @@ def test_hooked_models(version: str, tmp_path: Path) -> None:
     pip = (python, "-m", "pip", "install", "--quiet")
     run(*pip, "torch==2.13.0")
     run(*pip, f"transformer-lens=={version}", *VERSIONS[version], "-e", ".[demo]", "pytest")
-    shown = run(python, "-c", "import captum_hta.integrations.transformer_lens as t; print(t.load_model())")
+    shown = run(python, "-c", "from captum_hta import load_model; print(load_model())")
     assert shown.strip().endswith("(all-MiniLM-L6-v2: 6 layers of 12 heads)")
     options = ("-q", "-p", "no:cacheprovider", "-o", "addopts=")  # without workers
-    report = run(python, "-m", "pytest", "tests/test_hooked.py", *options)
+    report = run(python, "-m", "pytest", "tests/integrations/test_hooked.py", *options)
     assert re.search(r"^\d{3} passed", report, re.M), report[-3000:]  # and nothing failed or skipped
     assert "skipped" not in report
