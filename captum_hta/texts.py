@@ -23,10 +23,11 @@ GROUP = 4
 
 
 def batches_of(encodings: Sequence[Encoding]) -> Iterator[list[int]]:
-    """Batches of row numbers: texts of similar lengths, images of one size."""
+    """Batches of row numbers: texts of similar lengths and one regime, images of one size."""
     sizes: dict[object, list[int]] = {}
     for row, encoding in enumerate(encodings):
-        sizes.setdefault(None if encoding.content is None else encoding.content.shape, []).append(row)
+        shape = None if encoding.content is None else encoding.content.shape
+        sizes.setdefault((shape, encoding.regime), []).append(row)
     for same in sizes.values():
         for rows in batches([len(encodings[row]) for row in same]):
             yield [same[row] for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from torch.nn import Module
 
 from captum_hta.integrations.conditions import require_eval, require_weights, weights_fingerprint
 from captum_hta.integrations.proof import Proof
+from captum_hta.integrations.readers.texts import TextReader
 from captum_hta.model.attention import Attention, OutputProjection, Unembedding
 from captum_hta.model.encoding import Batch, Encoding
 from captum_hta.model.protocol import Check, Reader
 from captum_hta.model.sites import Site
 from captum_hta.model.size import Size
+
+MAX_SAMPLE = 128
+"""Tokens of the longest sample: a forward pass of more takes too long while a model is loaded."""
 
 
 class Adapter(ABC):
@@ -34,6 +39,7 @@ class Adapter(ABC):
         max_length: The most tokens that the model reads, or ``None``.
         key_layers: For cross attention, the number of encoder blocks; ``None`` for self-attention.
         checks: What was checked when the adapter was made.
+        thresholds: Numbers of tokens beyond which the model treats a whole batch otherwise.
     """
 
     module: Module
@@ -47,6 +53,7 @@ class Adapter(ABC):
     max_length: int | None
     key_layers: int | None = None
     checks: Sequence[Check] = ()
+    thresholds: Sequence[int] = ()
     _closed_form: bool
     _causal: bool
 
@@ -76,10 +83,22 @@ class Adapter(ABC):
 
     def encode(self, text: Any, max_length: int | None = None) -> Encoding:
         """Read a text, an image or audio; with ``max_length``, only the first tokens of a text."""
-        return self.reader.encode(text, max_length)
+        encoding = self.reader.encode(text, max_length)
+        return replace(encoding, regime=sum(len(encoding) > length for length in self.thresholds))
 
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
-        """Pad encodings on the right, on the model's device."""
+        """Pad encodings on the right, on the model's device.
+
+        Raises:
+            ValueError: If the model treats a batch of them otherwise than some of them alone.
+        """
+        if len({encoding.regime for encoding in encodings}) > 1:
+            lengths = sorted({len(encoding) for encoding in encodings})
+            raise ValueError(
+                f"texts of {lengths[0]} and {lengths[-1]} tokens are in one batch, but {self.name} treats "
+                f"all texts of a batch otherwise if one has more than {list(self.thresholds)} tokens: call "
+                "it once for each"
+            )
         return self.reader.batch(encodings, self.device)
 
     def token(self, text: str) -> int:
@@ -159,3 +178,17 @@ class Adapter(ABC):
         Raises:
             ValueError: If the model has no head.
         """
+
+
+def long_sample(reader: Reader, window: int, max_length: int | None) -> Encoding:
+    """Tokens to compare an adapter with its model on: more than a window, if that takes no time.
+
+    Args:
+        reader: Reads for the model.
+        window: The largest length at which the model's behaviour changes, or 0.
+        max_length: The most tokens that the model reads.
+    """
+    longest = min(MAX_SAMPLE, max_length or MAX_SAMPLE)
+    if not isinstance(reader, TextReader) or window + 2 > longest:
+        return reader.sample()
+    return reader.sample(max(6, window + 2))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -29,15 +31,24 @@ def _dropout_rates(module: Module) -> Iterator[float]:
 
 
 def require_weights(name: str, model: Module) -> None:
-    """Raise a ``ValueError`` if weights are on the meta device."""
+    """Raise a ``ValueError`` if weights are on the meta device, or have no derivatives."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} has weights on the meta device, which hold no numbers: load them first")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError(
+            f"{name} was made under torch.inference_mode, so nothing has derivatives: pass the model to "
+            "load_model, which copies its weights, or make it outside of that"
+        )
 
 
 def weights_fingerprint(model: Module) -> str:
-    """A digest of the names and values of all weights."""
+    """A digest of the names and values of all weights, and of buffers such as the masks of pruning.
+
+    Frequencies of rotary embeddings are left out: some models change them in each forward pass.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in sorted(model.named_parameters()):
+    buffers = [(name, value) for name, value in model.named_buffers() if "inv_freq" not in name]
+    for name, parameter in sorted([*model.named_parameters(), *buffers], key=itemgetter(0)):
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -55,6 +66,32 @@ def is_untouched(modules: Iterable[Module], own: tuple[str, ...]) -> bool:
 def _has_foreign_hook(module: Module, own: tuple[str, ...]) -> bool:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return not all(hook.__module__.startswith(own) for hook in hooks)
+
+
+def heads_error(pattern: Tensor, value: Tensor, outputs: Tensor, real: Tensor) -> float:
+    """How far the outputs of heads are off the pattern times the values, relative to the largest output.
+
+    Args:
+        pattern: ``[batch, head, query, key]``.
+        value: ``[batch, head, key, d_head]``.
+        outputs: ``[batch, query, head * d_head]``, or with two axes for heads and their components.
+        real: ``[batch, query]``, true for real tokens.
+    """
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    expected = (pattern.to(wide) @ value.to(wide)).transpose(1, 2).flatten(2)
+    found = outputs.flatten(2).to(wide)
+    return relative_error(expected[real], found[real])
+
+
+def relative_error(expected: Tensor, found: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    scale = max(found.abs().max().item(), torch.finfo(found.dtype).tiny)
+    return (expected - found).abs().max().item() / scale
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative error that rounding may cause between two ways to run one model."""
+    return max(1e-4, 32 * torch.finfo(dtype).eps)
 
 
 def no_logits(name: str, architecture: str) -> str:

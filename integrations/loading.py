@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import copy
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Module
+from torch import Tensor
+from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
-from captum_hta.integrations.transformer_lens.availability import (
+from captum_hta.integrations.availability import (
     BRIDGED_BY_DEFAULT,
     has_bridges,
     is_bridge,
     require_bridges,
 )
+from captum_hta.integrations.state import unchanged_state
 from captum_hta.integrations.transformers.adapter import TransformersModel
+from captum_hta.integrations.transformers.attention import foreign_attention
 from captum_hta.integrations.transformers.families import layout_for, medium_of
+from captum_hta.integrations.transformers.given import GivenModel
 from captum_hta.integrations.transformers.pretrained import (
     demo_path,
     load_pretrained,
     load_processor,
     load_tokenizer,
 )
+from captum_hta.integrations.transformers.wrappers import no_model, unwrapped
 
 if TYPE_CHECKING:
     from captum_hta.integrations.transformer_lens.adapter import TransformerLensModel
@@ -65,6 +71,7 @@ def load_model(
     Raises:
         ValueError: If the model cannot be found, its architecture is not supported, it lacks a tokenizer, or
             the adapter does not fit it.
+        TypeError: If ``model`` or ``tokenizer`` is no model or tokenizer.
         ModuleNotFoundError: If the demo model or a bridge is asked for, and the demo package or a
             TransformerLens that has bridges is not installed.
 
@@ -74,21 +81,43 @@ def load_model(
     """
     if adapter not in (None, "transformer_lens", "transformers"):
         raise ValueError(f"adapter must be 'transformer_lens', 'transformers' or None, got {adapter!r}")
-    if isinstance(model, Module) and hasattr(model, "hook_dict"):
-        return _of_transformer_lens(model, tokenizer, device, dtype)
-    if isinstance(model, Module):
-        loaded, name = _copied(model, options, part, shares_weights=device is None and dtype is None)
-    else:
-        loaded, tokenizer, name = _from_files(model, tokenizer, options, part)
-    if tokenizer is None and medium_of(loaded.config) == "text":
+    if model is not None and not isinstance(model, str | PathLike | Module):
+        raise TypeError(no_model(model))
+    _require_tokenizer(tokenizer)
+    with unchanged_state():
+        if isinstance(model, Module) and hasattr(model, "hook_dict"):
+            return _of_transformer_lens(model, tokenizer, device, dtype)
+        if isinstance(model, Module):
+            loaded, name = _copied(model, options, part, shares_weights=device is None and dtype is None)
+        else:
+            loaded, tokenizer, name = _from_files(model, tokenizer, options, part)
+        loaded.to(device=device, dtype=dtype).eval()
+        return _adapted(loaded, tokenizer, name, adapter, part)
+
+
+def _adapted(
+    model: Module, tokenizer: Any, name: str, adapter: str | None, part: str | None
+) -> TransformerLensModel | TransformersModel:
+    """The adapter that fits a model of ``transformers``, or the one that is asked for."""
+    inner = unwrapped(model)
+    if tokenizer is None and medium_of(inner.config) == "text":
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
-    module: Module = loaded
-    module.to(device=device, dtype=dtype).eval()
-    if adapter is None and type(loaded).__name__ in BRIDGED_BY_DEFAULT and has_bridges():
-        adapter = "transformer_lens"
+    if adapter is None and type(model).__name__ in BRIDGED_BY_DEFAULT and has_bridges():
+        adapter = "transformers" if foreign_attention(inner) else "transformer_lens"
     if adapter == "transformer_lens":
-        return _bridged(loaded, tokenizer, name, part)
-    return TransformersModel(loaded, tokenizer, name, part)
+        return _bridged(model, tokenizer, name, part)
+    return TransformersModel(model, tokenizer, name, part)
+
+
+def _require_tokenizer(tokenizer: Any) -> None:
+    """Raise a ``TypeError`` if an argument can be no tokenizer or processor."""
+    is_bare = type(tokenizer).__module__.partition(".")[0] == "tokenizers"
+    if isinstance(tokenizer, str | PathLike) or is_bare:
+        raise TypeError(
+            f"tokenizer must be a tokenizer or processor of transformers, got a {type(tokenizer).__name__}: "
+            "load it, as by AutoTokenizer.from_pretrained(...), or wrap it, as in "
+            "PreTrainedTokenizerFast(tokenizer_object=...)"
+        )
 
 
 def _of_transformer_lens(
@@ -110,22 +139,49 @@ def _of_transformer_lens(
 
 def _copied(
     model: Module, options: dict[str, Any], part: str | None, shares_weights: bool
-) -> tuple[PreTrainedModel, str]:
+) -> tuple[Module, str]:
     """A copy of a model of ``transformers``, and its name."""
     if options:
         raise ValueError(f"a model object is loaded already: leave out {', '.join(options)}")
-    layout_for(getattr(model, "config", None), type(model).__name__, part)
-    assert isinstance(model, PreTrainedModel)
-    tensors = (*model.parameters(), *model.buffers()) if shares_weights else ()
-    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    return copied, Path(getattr(model, "name_or_path", "") or type(model).__name__).name
+    inner = unwrapped(model)
+    layout_for(inner.config, type(inner).__name__, part)
+    name = getattr(inner, "name_or_path", "") or type(inner).__name__
+    return copy.deepcopy(model, _kept(model, shares_weights)), Path(name).name
+
+
+def _kept(model: Module, shares_weights: bool) -> dict[int, Tensor]:
+    """The tensors that a copy of a model takes as they are, by their identity.
+
+    Beside shared weights these are tensors that cannot be copied: results of operations, such as the weights
+    of ``torch.nn.utils.prune``, and weights made under ``torch.inference_mode``, which have no derivatives.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    derived = [value for module in model.modules() for value in vars(module).values()]
+    kept = {id(value): value.detach() for value in derived if isinstance(value, Tensor) and value.grad_fn}
+    with torch.inference_mode(False):
+        for tensor in tensors:
+            if tensor.is_inference():
+                kept[id(tensor)] = _usable(tensor)
+            elif shares_weights:
+                kept[id(tensor)] = tensor
+    return kept
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that was made under inference mode."""
+    copied = tensor.clone()
+    return Parameter(copied, tensor.requires_grad) if isinstance(tensor, Parameter) else copied
 
 
 def _from_files(
     model: str | Path | None, tokenizer: Any, options: dict[str, Any], part: str | None
 ) -> tuple[PreTrainedModel, Any, str]:
     """A model from a folder or the hub, with its tokenizer or processor, and its name."""
-    path = demo_path() if model is None else str(model)
+    path = (
+        demo_path()
+        if model is None
+        else str(Path(model).expanduser() if Path(model).expanduser().exists() else model)
+    )
     loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
     if tokenizer is None:
         medium = medium_of(loaded.config)
@@ -135,18 +191,26 @@ def _from_files(
     return loaded, tokenizer, name
 
 
-def _bridged(model: PreTrainedModel, tokenizer: Any, name: str, part: str | None) -> TransformerLensModel:
-    """An adapter on a new bridge of TransformerLens."""
+def _bridged(model: Module, tokenizer: Any, name: str, part: str | None) -> TransformerLensModel:
+    """An adapter on a new bridge of TransformerLens, compared with the model that is bridged."""
+    inner = unwrapped(model)
     if part is not None:
         raise ValueError("the adapter of TransformerLens knows no parts: leave out adapter")
-    medium = medium_of(model.config)
+    medium = medium_of(inner.config)
     if medium != "text":
         raise ValueError(
-            f"the adapter of TransformerLens reads texts, and {type(model).__name__} {medium}s: leave out "
+            f"the adapter of TransformerLens reads texts, and {type(inner).__name__} {medium}s: leave out "
             "adapter"
+        )
+    foreign = foreign_attention(inner)
+    if foreign is not None:
+        raise ValueError(
+            f"a bridge of TransformerLens has eager attention in the place of the attention function "
+            f"{foreign!r}: leave out adapter, or call set_attn_implementation with one of transformers' own"
         )
     require_bridges()
     from captum_hta.integrations.transformer_lens.adapter import TransformerLensModel
     from captum_hta.integrations.transformer_lens.internals import build_bridge
 
-    return TransformerLensModel(build_bridge(model, name), tokenizer, name)
+    given = GivenModel(copy.deepcopy(model, _kept(model, shares_weights=True)), tokenizer)
+    return TransformerLensModel(build_bridge(inner, name), tokenizer, name, given)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from captum_hta.integrations.conditions import relative_error, tolerance
 from captum_hta.jacobian.closed_form import attention_energies
 from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.precision import matmul_precision
 from captum_hta.jacobian.query import Query
 from captum_hta.model.attention import Attention
-from captum_hta.model.encoding import Encoding
+from captum_hta.model.encoding import Batch, Encoding
 from captum_hta.model.protocol import Check, Model
 from captum_hta.model.sites import Site, observed, replaced, without_autocast
 
@@ -96,6 +98,33 @@ class Proof:
             sites["next"] = model.source(self.layer + 1)
         sites |= {f"{name} read": site for name, site in (read or {}).items()}
         return observed(sites, lambda: model.forward(*self.batch.inputs, *self.batch.extra))
+
+    def sites_of_blocks(self) -> dict[str, Module | Site]:
+        """The targets of every block, by name."""
+        layers = range(self.model.num_layers)
+        return {
+            f"{kind} {layer}": self.model.target(layer, kind)
+            for layer in layers
+            for kind in ("head", "layer")
+        }
+
+    def require_given(self, batch: Batch, expected: Mapping[str, Tensor]) -> None:
+        """Check that the adapter runs the model that was handed in.
+
+        Args:
+            batch: A batch.
+            expected: The targets of every block, as :meth:`sites_of_blocks` names them, when the model that
+                was handed in is called on the batch as its user would call it.
+        """
+        run = partial(self.model.forward, *batch.inputs, *batch.extra)
+        found = observed(self.sites_of_blocks(), run)
+        errors = [
+            relative_error(value.flatten(2), found[name].flatten(2)) for name, value in expected.items()
+        ]
+        error = max(errors) if len(errors) == len(found) else math.inf
+        what = f"outputs of blocks are off those of the model as it is called by its user, by {error:.2g}"
+        holds = error <= tolerance(self.model.dtype)
+        self.require(holds, "the model that was handed in", what, f"off by {error:.1e}")
 
     def _check_shapes(self, values: dict[str, Tensor]) -> None:
         model, shape = self.model, self.batch.mask.shape

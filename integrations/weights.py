@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import LayerNorm, Linear, Module
@@ -17,8 +19,14 @@ def is_plain(projection: Module) -> bool:
 
 def matrix(projection: Module) -> Tensor:
     """The weight ``[out, in]`` of a plain projection; GPT-2's ``Conv1D`` stores its transpose."""
-    weight: Tensor = projection.get_parameter("weight").detach()
+    weight = weight_of(projection)
     return weight if isinstance(projection, Linear) else weight.T
+
+
+def weight_of(module: Any) -> Tensor:
+    """The weight of a module, detached; it need not be a parameter, as after pruning."""
+    weight: Tensor = module.weight
+    return weight.detach()
 
 
 def linear_map(
@@ -49,8 +57,16 @@ def repeated(value: Tensor, heads: int, dim: int) -> Tensor:
 
 
 def sum_norm(norm: Module) -> SumNorm:
-    """The parameters of a LayerNorm of PyTorch."""
-    assert isinstance(norm, LayerNorm)
+    """The parameters of a LayerNorm of PyTorch.
+
+    Raises:
+        ValueError: If it is another module.
+    """
+    if not isinstance(norm, LayerNorm):
+        raise ValueError(
+            f"a {type(norm).__name__} stands in the place of a LayerNorm, so what it adds up is not known: "
+            "merge adapters into the weights, as merge_and_unload() of PEFT does"
+        )
     return SumNorm(norm.weight.detach(), norm.bias.detach(), norm.eps)
 
 

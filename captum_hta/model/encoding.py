@@ -27,6 +27,8 @@ class Encoding:
             the features ``[feature, frame]`` of audio.
         grid: Rows and columns of an image's patches, which are its last tokens.
         image: The image as it is read, for display: ``[height, width, 3]`` in 0 to 1.
+        regime: Texts of different regimes are never put into one batch: the model treats a batch otherwise if
+            it holds a text beyond a certain length.
     """
 
     ids: list[int]
@@ -38,6 +40,7 @@ class Encoding:
     content: Tensor | None = field(default=None, repr=False, compare=False)
     grid: tuple[int, int] | None = None
     image: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
+    regime: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)

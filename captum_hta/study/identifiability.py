@@ -30,7 +30,7 @@ from captum_hta.model.sites import observed, without_autocast
 from captum_hta.statistics.accumulators import RowMean
 from captum_hta.study.analysis import Advance, Analysis, Dimensions, Once
 from captum_hta.study.token_maps import Tokens, fit
-from captum_hta.texts import batches
+from captum_hta.texts import batches_of
 
 if TYPE_CHECKING:
     from captum_hta.study.encoded_corpus import EncodedCorpus
@@ -203,7 +203,7 @@ def read_tokens(model: Model, encodings: Sequence[Encoding], layer: int) -> Toke
     places = {"input": model.source(0), "hidden": model.target(layer, "layer")}
     kept: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(encodings) for name in places}
     lengths = [len(encoding) for encoding in encodings]
-    for rows in batches(lengths):
+    for rows in batches_of(encodings):
         batch = model.batch([encodings[row] for row in rows])
         found = observed(places, partial(model.forward, *batch.inputs, *batch.extra))
         for name, values in found.items():

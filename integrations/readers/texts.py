@@ -33,11 +33,16 @@ class TextReader:
         pair = isinstance(text, tuple | list) and len(text) == 2 and all(isinstance(t, str) for t in text)
         return pair or isinstance(text, str)
 
-    def sample(self) -> Encoding:
-        """Six tokens, none of which is padding."""
-        ids = [(7 * number + 11) % self.vocabulary for number in range(8)]
-        ids = [number for number in ids if number != self.tokenizer.pad_token_id][:6]
-        return Encoding(ids, [0] * len(ids), [""] * len(ids))
+    def sample(self, length: int = 6) -> Encoding:
+        """Tokens of two segments, none of which is padding.
+
+        Args:
+            length: Their number, or fewer where the vocabulary is tiny.
+        """
+        ids = [(7 * number + 11) % self.vocabulary for number in range(2 * length + 2)]
+        ids = [number for number in ids if number != self.tokenizer.pad_token_id][:length]
+        half = len(ids) // 2
+        return Encoding(ids, [0] * half + [1] * (len(ids) - half), [""] * len(ids))
 
     def encode(self, text: Text, max_length: int | None = None) -> Encoding:
         """Read a text, or a pair of them; with ``max_length``, only the first tokens."""
@@ -92,7 +97,7 @@ class TextReader:
             self._label(token, part, span, pair)
             for token, part, span in zip(ids, parts, offsets, strict=True)
         ]
-        words = _numbered(parts, encoded.word_ids(0))
+        words = _numbered(parts, _words_of(encoded.word_ids(0), parts, offsets, pair))
         return Encoding(ids, segments, labels, words, _word_labels(words, parts, offsets, pair, labels))
 
     def _label(self, token: int, part: int | None, span: tuple[int, int], pair: Sequence[str]) -> str:
@@ -107,10 +112,13 @@ class TextReader:
         if token in self.tokenizer.all_special_ids:
             return name
         text: str = self.tokenizer.convert_tokens_to_string([name])
+        if (len(name) == 1 and ord(name) < 256 and not text.translate(_VISIBLE).isprintable()) or not text:
+            return f"<0x{ord(name):02X}>" if len(name) == 1 and ord(name) < 256 else name
         return text.strip().removeprefix("##") or text.translate(_VISIBLE) or name
 
     def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
-        """Pad encodings on the right. Without a padding token any id will do, since the mask hides it.
+        """Pad encodings on the right. Without a padding token that the model embeds any id will do, since the
+        mask hides it.
 
         Raises:
             ValueError: If a token is beyond the model's vocabulary.
@@ -121,11 +129,53 @@ class TextReader:
                 f"the tokenizer gives token {largest}, but the model knows {self.vocabulary}: pass the "
                 "tokenizer that belongs to the model"
             )
-        pad = self.tokenizer.pad_token_id or 0
+        pad = self.tokenizer.pad_token_id
+        pad = pad if pad is not None and 0 <= pad < self.vocabulary else 0
         ids = _padded([encoding.ids for encoding in encodings], pad, device)
         mask = _padded([[1] * len(encoding) for encoding in encodings], 0, device)
         segments = _padded([encoding.segments for encoding in encodings], 0, device)
         return Batch((ids,), (mask, segments), mask.bool())
+
+
+def _words_of(
+    words: Sequence[int | None],
+    parts: Sequence[int | None],
+    spans: Sequence[tuple[int, int]],
+    pair: Sequence[str],
+) -> Sequence[int | None]:
+    """The words of the tokens: the tokenizer's, or split at blanks where one of those contains a blank.
+
+    Tokenizers that do not split texts before they look for pieces (Llama, Gemma) give one word for all.
+    """
+    ends: dict[tuple[int, int], tuple[int, int]] = {}
+    for word, part, (start, stop) in zip(words, parts, spans, strict=True):
+        if word is not None and part is not None:
+            first, last = ends.get((part, word), (start, stop))
+            ends[part, word] = (min(first, start), max(last, stop))
+    if all(len(pair[part][start:stop].split()) < 2 for (part, _), (start, stop) in ends.items()):
+        return words
+    return _split_at_blanks(parts, spans, pair)
+
+
+def _split_at_blanks(
+    parts: Sequence[int | None], spans: Sequence[tuple[int, int]], pair: Sequence[str]
+) -> list[int | None]:
+    """Number words that begin where a blank does, or after one."""
+    words: list[int | None] = []
+    number, after_blank, last_part = -1, True, None
+    for part, (start, stop) in zip(parts, spans, strict=True):
+        if part is None:
+            words.append(None)
+            continue
+        piece = pair[part][start:stop]
+        at_blank = (
+            pair[part][max(start - 1, 0) : start + 1].strip() != pair[part][max(start - 1, 0) : start + 1]
+        )
+        if part != last_part or (at_blank and not after_blank):
+            number += 1
+        words.append(number)
+        after_blank, last_part = not piece.strip(), part
+    return words
 
 
 def _numbered(parts: Sequence[int | None], words: Sequence[int | None]) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,13 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from transformer_lens.hook_points import HookPoint
 
+from captum_hta.integrations.availability import BRIDGED, is_bridge
 from captum_hta.integrations.conditions import is_untouched
 from captum_hta.integrations.proof import Proof
-from captum_hta.integrations.transformer_lens.availability import BRIDGED, is_bridge
 from captum_hta.integrations.transformer_lens.hook_points import HookPointModel
 from captum_hta.integrations.transformer_lens.internals import wrapped_model, wrapped_module
-from captum_hta.integrations.transformers.reading import vocabulary_of
+from captum_hta.integrations.transformers.given import GivenModel
+from captum_hta.integrations.transformers.reading import rope_thresholds, vocabulary_of
 from captum_hta.integrations.weights import linear_map, sum_norm
 from captum_hta.model.attention import AttentionFactors, OutputProjection
 from captum_hta.model.sites import Site
@@ -36,6 +38,8 @@ class TransformerLensModel(HookPointModel):
         bridge: A ``TransformerBridge`` in eval mode, with eager attention.
         tokenizer: Its tokenizer. Default: ``None``, the bridge's own.
         name: What to call the model. Default: ``None``, its name in the bridge's configuration.
+        given: What the blocks of the model computed before it was bridged, to compare the bridge with.
+            Default: ``None``, nothing is compared.
 
     Raises:
         TypeError: If ``bridge`` is no bridge.
@@ -44,13 +48,21 @@ class TransformerLensModel(HookPointModel):
 
     kind = "bridge"
 
-    def __init__(self, bridge: Any, tokenizer: Any = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        bridge: Any,
+        tokenizer: Any = None,
+        name: str | None = None,
+        given: GivenModel | None = None,
+    ) -> None:
         if not is_bridge(bridge):
             raise TypeError(
                 f"bridge must be a TransformerBridge, got {type(bridge).__name__}: use load_model for "
                 "names, folders and transformers models"
             )
         self.factor_hooks = {"x": "hook_in", "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v"}
+        self._given = given
+        self.thresholds = rope_thresholds(wrapped_model(bridge).config)
         super().__init__(bridge, tokenizer, name, vocabulary_of(wrapped_model(bridge)))
 
     @property
@@ -136,3 +148,30 @@ class TransformerLensModel(HookPointModel):
                 "head": Site(wrapped_module(block.attn.o), at_input=True),
             }
         )
+        if self._given is not None:
+            proof.require_given(self._given.batch, self._given.values)
+            self.attention(self._given.batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformerLensModel:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the model that was bridged, without hooks: bridges themselves cannot be pickled."""
+        if self._given is None:
+            raise TypeError(
+                "a bridge cannot be pickled: pickle the model of transformers and its tokenizer, and call "
+                'load_model(model, tokenizer, adapter="transformer_lens") where it is unpickled'
+            )
+        return _bridged_again, (self._given.model, self.tokenizer, self.name)
+
+
+def _bridged_again(model: Any, tokenizer: Any, name: str) -> TransformerLensModel:
+    from captum_hta.integrations.loading import load_model
+
+    loaded = load_model(model, tokenizer, adapter="transformer_lens")
+    assert isinstance(loaded, TransformerLensModel)
+    loaded.name = name
+    return loaded

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta.integrations.adapter import Adapter
-from captum_hta.integrations.conditions import encoder_logits, no_logits
+from captum_hta.integrations.conditions import encoder_logits, heads_error, no_logits, tolerance
 from captum_hta.integrations.readers.texts import TextReader
 from captum_hta.integrations.weights import repeated
 from captum_hta.model.attention import Attention, AttentionFactors, Unembedding
@@ -85,10 +85,22 @@ class HookPointModel(Adapter):
         self.require_eval()
         closed = [self._closed_form and self._is_unhooked(layer) for layer in range(self.num_layers)]
         points = self.factor_hooks.values() if any(closed) else (self.factor_hooks["v"],)
-        wanted = ["attn.hook_pattern", *points]
+        wanted = ["attn.hook_pattern", "attn.hook_z", *points]
         names = [f"blocks.{layer}.{name}" for layer in range(self.num_layers) for name in wanted]
         seen = self._observe(names, batch)
-        return [self._attention(layer, seen, closed[layer]) for layer in range(self.num_layers)]
+        found = [self._attention(layer, seen, closed[layer]) for layer in range(self.num_layers)]
+        for layer, one in enumerate(found):
+            if one.value is not None and self._is_unhooked(layer):
+                outputs = seen[f"blocks.{layer}.attn.hook_z"]
+                self._require_heads(layer, heads_error(one.pattern, one.value, outputs, batch.mask))
+        return found
+
+    def _require_heads(self, layer: int, error: float) -> None:
+        if error > tolerance(self.dtype):
+            raise ValueError(
+                f"the outputs of heads of {self.name} are off its patterns times its values by {error:.2g} "
+                f"(block {layer}), so contributions would be of another model"
+            )
 
     def _attention(self, layer: int, values: Mapping[str, Tensor], closed: bool) -> Attention:
         pattern = values.get(f"blocks.{layer}.attn.hook_pattern")

@@ -18,7 +18,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import PreTrainedModel
 
-from captum_hta.integrations.transformer_lens.availability import BRIDGED
+from captum_hta.integrations.availability import BRIDGED
 
 _MASKED_LM = {"bert": "BertForMaskedLM", "roberta": "RobertaForMaskedLM"}
 """For each ``model_type`` the class whose layout serves all its classes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,24 +12,45 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from captum_hta.integrations.adapter import Adapter
-from captum_hta.integrations.conditions import encoder_logits, is_untouched, no_logits
+from captum_hta.integrations.adapter import Adapter, long_sample
+from captum_hta.integrations.conditions import (
+    encoder_logits,
+    heads_error,
+    is_untouched,
+    no_logits,
+    tolerance,
+)
 from captum_hta.integrations.proof import Proof
-from captum_hta.integrations.transformers.attention import SWITCH, AttentionCall, Recording, rotation
+from captum_hta.integrations.transformers.attention import (
+    SWITCH,
+    AttentionCall,
+    Recording,
+    foreign_attention,
+    recorded_outputs,
+    rotation,
+)
 from captum_hta.integrations.transformers.families import PARTS, layout_for
 from captum_hta.integrations.transformers.internals import uses_attention_interface
-from captum_hta.integrations.transformers.layouts import Layout, Place
+from captum_hta.integrations.transformers.layouts import Place
 from captum_hta.integrations.transformers.projections import (
     input_norm,
+    knows_norm,
     knows_projections,
     projection_width,
     split_weights,
 )
-from captum_hta.integrations.transformers.reading import longest_text, reader_for
-from captum_hta.integrations.weights import linear_map, repeated, sum_norm
+from captum_hta.integrations.transformers.reading import (
+    longest_text,
+    longest_window,
+    model_arguments,
+    reader_for,
+    rope_thresholds,
+)
+from captum_hta.integrations.transformers.wrappers import unwrapped
+from captum_hta.integrations.weights import linear_map, repeated, sum_norm, weight_of
 from captum_hta.model.attention import Attention, AttentionFactors, OutputProjection, Unembedding
 from captum_hta.model.encoding import Batch
-from captum_hta.model.sites import Site, without_autocast
+from captum_hta.model.sites import Site, observed, without_autocast
 from captum_hta.model.size import Size
 
 
@@ -45,7 +65,7 @@ class TransformersModel(Adapter):
     :class:`captum_hta.integrations.transformer_lens.adapter.TransformerLensModel` does.
 
     Args:
-        model: An encoder or a decoder in eval mode, with or without a head.
+        model: An encoder or a decoder in eval mode, with or without a head, or a PEFT model around one.
         tokenizer: Its tokenizer. For vision models its image processor, or ``None`` to read arrays of pixel
             values ``[channel, height, width]`` as they are. For audio models its processor; for the encoder
             alone a feature extractor or ``None``, and a tokenizer where the encoder is given features.
@@ -61,21 +81,22 @@ class TransformersModel(Adapter):
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, name: str | None = None, part: str | None = None
+        self, model: Module, tokenizer: Any, name: str | None = None, part: str | None = None
     ) -> None:
-        self.model = self.module = model
-        self.layout = layout_of(model, part)
-        self.base = cast(PreTrainedModel, model.base_model)
+        self.given = model
+        self.model = self.module = unwrapped(model)
+        self.layout = layout_for(self.model.config, type(self.model).__name__, part)
+        self.base = cast(PreTrainedModel, self.model.base_model)
         self.part = part if self._config.model_type in PARTS else None
-        self.architecture = type(model).__name__
+        self.architecture = type(self.model).__name__
         self.name = name or Path(getattr(model, "name_or_path", "") or self.architecture).name
         self.places = self.layout.places(self.base)
         self._read_dimensions()
         self.reader = reader_for(self.base, tokenizer, self.part, self.name)
         self.max_length = self.reader.longest or longest_text(self.base)
+        self.thresholds = rope_thresholds(self._config)
         self._memory = self._encoder_sites() if self.part == "cross" else None
         self.key_layers = None if self._memory is None else len(self._memory) - 1
-        self._parameters = inspect.signature(self.base.forward).parameters
         self._closed_form = bool(self.layout.projections)
         self.prove()
 
@@ -125,18 +146,25 @@ class TransformersModel(Adapter):
 
     def _run(self, model: Module, *inputs: Tensor | None) -> Any:
         """Run the base model, or the model with its head, on what ``forward`` takes."""
-        ids, mask, *others = map(self._cast, inputs)
-        if self.part == "encoder" and hasattr(self.base, "decoder"):
+        if self._is_part_of_a_whole:
             model = self.base.get_submodule("encoder")
-        options: dict[str, Any] = {self.base.main_input_name: ids, "attention_mask": mask}
-        if "use_cache" in self._parameters and self.part != "encoder":
-            options["use_cache"] = False
+        return model(**self._arguments(*inputs))
+
+    @property
+    def _is_part_of_a_whole(self) -> bool:
+        """Whether only the encoder of an encoder-decoder model runs."""
+        return self.part == "encoder" and hasattr(self.base, "decoder")
+
+    def _arguments(self, *inputs: Tensor | None) -> dict[str, Any]:
+        """The keyword arguments of the model for what ``forward`` takes."""
+        ids, mask, *others = map(self._cast, inputs)
+        if self._is_part_of_a_whole:
+            return {self.base.main_input_name: ids, "attention_mask": mask}
         if self.part in ("decoder", "cross"):
-            options |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
-            options[self.base.main_input_name], options["attention_mask"] = others
-        elif "token_type_ids" in self._parameters and getattr(self._config, "type_vocab_size", 0) > 1:
-            (options["token_type_ids"],) = others or (None,)
-        return model(**options)
+            read, read_mask = others
+            arguments = {self.base.main_input_name: read, "attention_mask": read_mask, "use_cache": False}
+            return arguments | {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        return model_arguments(self.base, ids, mask, *others)
 
     def _cast(self, value: Tensor | None) -> Tensor | None:
         """Pixels and features in the dtype of the weights."""
@@ -170,21 +198,56 @@ class TransformersModel(Adapter):
         with recording.of(self.base), torch.inference_mode(), without_autocast():
             out = self._run_with_patterns(batch)
         if recording.calls:
-            return [self._attention(recording, layer) for layer in range(self.num_layers)]
+            self._require_own_attention(batch, recording)
+            return [self._attention(recording, layer, batch.mask) for layer in range(self.num_layers)]
         patterns = out.attentions  # of models whose attention does not go through the interface
         return [Attention(self._require_pattern(pattern, layer)) for layer, pattern in enumerate(patterns)]
 
     def _run_with_patterns(self, batch: Batch) -> Any:
         if uses_attention_interface(self.base):
             return self.forward(*batch.inputs, *batch.extra)
-        return self.base(input_ids=batch.inputs[0], attention_mask=batch.extra[0], output_attentions=True)
+        arguments = self._arguments(*batch.inputs, *batch.extra)
+        return self.base(**arguments, output_attentions=True, return_dict=True)
 
-    def _attention(self, recording: Recording, layer: int) -> Attention:
+    def _require_own_attention(self, batch: Batch, recording: Recording) -> None:
+        """Check that an attention function of the user computes what eager attention shows.
+
+        Raises:
+            ValueError: If its outputs are not the pattern times the values.
+        """
+        name = foreign_attention(self.base)
+        if name is None:
+            return
+        with recorded_outputs(self.base, name) as outputs, torch.inference_mode(), without_autocast():
+            self._run(self.base, *batch.inputs, *batch.extra)
+        for layer, place in enumerate(self.places):
+            call = recording.call(layer)
+            if call is not None:
+                found = outputs[place.attention][place.call or 0]
+                self._require_heads(call, found, batch.mask, layer, f"the attention function {name!r}")
+
+    def _require_heads(
+        self, call: AttentionCall, outputs: Tensor, real: Tensor, layer: int, origin: str
+    ) -> None:
+        value = repeated(call.value, self.num_heads, 1)
+        error = heads_error(call.pattern, value, outputs, real)
+        if error > tolerance(self.dtype):
+            raise ValueError(
+                f"{origin} of {self.name} gives outputs of heads that are off the pattern of eager attention "
+                f"times the values by {error:.2g} (block {layer}), so contributions would be of another "
+                'model: use attention of transformers, as after model.set_attn_implementation("eager")'
+            )
+
+    def _attention(self, recording: Recording, layer: int, real: Tensor) -> Attention:
         place, call = self.places[layer], recording.call(layer)
         self._require_pattern(None if call is None else call.pattern, layer)
         assert call is not None
-        known = self._closed_form and call.plain and is_untouched(place.block.modules(), ("captum_hta",))
+        untouched = is_untouched(place.block.modules(), ("captum_hta",))
+        if untouched and layer in recording.outputs:
+            self._require_heads(call, recording.outputs[layer], real, layer, "the attention")
+        known = self._closed_form and call.plain and untouched
         known = known and knows_projections(self.layout, place.attention)
+        known = known and knows_norm(self.layout, place.block)
         factors = self._factors(place, call, recording, layer) if known else None
         return Attention(call.pattern, factors, repeated(call.value, self.num_heads, 1))
 
@@ -247,9 +310,7 @@ class TransformersModel(Adapter):
         if not self.layout.direct_head:
             raise ValueError(encoder_logits(self.name))
         norm = self.layout.final_norm
-        return Unembedding(
-            head.get_parameter("weight").detach(), None if norm is None else self.base.get_submodule(norm)
-        )
+        return Unembedding(weight_of(head), None if norm is None else self.base.get_submodule(norm))
 
     def logits(self, *args: Any) -> Tensor:
         """The logits for ``(*batch.inputs, *batch.extra)``.
@@ -258,7 +319,8 @@ class TransformersModel(Adapter):
             ValueError: If the model has no head.
         """
         with SWITCH:
-            found: Tensor | None = getattr(self._run(self.model, *args), "logits", None)
+            out = self.model(**self._arguments(*args), return_dict=True)
+        found: Tensor | None = getattr(out, "logits", None)
         if found is None:
             raise ValueError(no_logits(self.name, self.architecture))
         return found
@@ -270,6 +332,17 @@ class TransformersModel(Adapter):
 
     def _run_proof(self, proof: Proof) -> None:
         proof.run({})
+        sample = long_sample(self.reader, longest_window(self._config), self.max_length)
+        batch = self.batch([sample])
+        proof.require_given(batch, observed(proof.sites_of_blocks(), lambda: self._run_given(batch)))
+        self.attention(batch)
+
+    def _run_given(self, batch: Batch) -> Any:
+        """Run the model that was handed in, as its user would call it."""
+        arguments = self._arguments(*batch.inputs, *batch.extra)
+        if self._is_part_of_a_whole:
+            arguments["decoder_input_ids"] = batch.inputs[0].new_zeros((1, 1), dtype=torch.long)
+        return self.given(**arguments)
 
     @contextmanager
     def _shortened(self) -> Iterator[None]:
@@ -288,15 +361,3 @@ class TransformersModel(Adapter):
             yield
         finally:
             handle.remove()
-
-
-def layout_of(model: PreTrainedModel, part: str | None = None) -> Layout:
-    """The layout of a model, or of a part of it.
-
-    Raises:
-        TypeError: If it is no model of ``transformers``.
-        ValueError: If its type is not supported.
-    """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
-    return layout_for(model.config, type(model).__name__, part)

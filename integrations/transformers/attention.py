@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from captum_hta.integrations.transformers.internals import (
     attention_implementation,
     eager_attention,
+    registered_attention,
+    registered_mask,
     rotary_function,
     uses_attention_interface,
 )
@@ -24,6 +26,8 @@ from captum_hta.model.sites import Site, hook_site
 
 OBSERVED = "captum_hta_observed"
 """Name of the attention function that records its arguments."""
+RECORDED = "captum_hta_recorded"
+"""Name of the attention function that calls the user's own and records its outputs."""
 SWITCH = threading.RLock()
 """Held while the attention implementation is switched: it belongs to the model, not to a thread."""
 _RECORDER = threading.local()
@@ -57,12 +61,15 @@ class Recording:
         calls: For each attention module the calls of its attention function.
         rotary: For each attention module and call the cosines and sines of its rotary embedding.
         inputs: For each block of ``places`` its input ``[batch, token, width]``.
+        outputs: For each block the outputs of its heads ``[batch, token, head * d_head]``, as its output
+            projection reads them.
     """
 
     places: Sequence[Place]
     calls: dict[Module, list[AttentionCall]] = field(default_factory=dict)
     rotary: dict[Module, list[Any]] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
 
     def call(self, layer: int) -> AttentionCall | None:
         """The attention of a block; ``None`` if it does not go through ``AttentionInterface``."""
@@ -81,8 +88,9 @@ class Recording:
         """Record the forward passes of this thread within the context."""
         with ExitStack() as stack:
             for layer, place in enumerate(self.places):
-                site = Site(place.block, at_input=True, call=place.call)
-                stack.callback(hook_site(site, self._input_recorder(layer)).remove)
+                for module, values in ((place.block, self.inputs), (place.projection, self.outputs)):
+                    site = Site(module, at_input=True, call=place.call)
+                    stack.callback(hook_site(site, _recorder(values, layer)).remove)
             for module in dict.fromkeys(place.attention for place in self.places):
                 hook = module.register_forward_pre_hook(self._rotary_recorder(), with_kwargs=True)
                 stack.callback(hook.remove)
@@ -92,9 +100,6 @@ class Recording:
     def _record(self, module: Module, call: AttentionCall) -> None:
         self.calls.setdefault(module, []).append(call)
 
-    def _input_recorder(self, layer: int) -> Callable[[Tensor], None]:
-        return lambda value: self.inputs.__setitem__(layer, value.detach())
-
     def _rotary_recorder(self) -> Callable[..., None]:
         thread = threading.get_ident()
 
@@ -103,6 +108,10 @@ class Recording:
                 self.rotary.setdefault(module, []).append(kwargs.get("position_embeddings"))
 
         return record
+
+
+def _recorder(values: dict[int, Tensor], layer: int) -> Callable[[Tensor], None]:
+    return lambda value: values.__setitem__(layer, value.detach())
 
 
 @contextmanager
@@ -117,15 +126,22 @@ def observed_attention(
     if not uses_attention_interface(model):
         yield
         return
-    with SWITCH:
-        before = attention_implementation(model)
-        model.set_attn_implementation(OBSERVED)
+    with SWITCH, _switched(model, OBSERVED):
         _RECORDER.record = record
         try:
             yield
         finally:
             _RECORDER.record = None
-            model.set_attn_implementation(before)
+
+
+@contextmanager
+def _switched(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    before = attention_implementation(model)
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def _observed_attention(
@@ -143,8 +159,48 @@ def _observed_attention(
     return out, pattern
 
 
+def foreign_attention(model: PreTrainedModel) -> str | None:
+    """The name of a model's attention function, if it is not one of ``transformers``."""
+    if not uses_attention_interface(model):
+        return None
+    name = attention_implementation(model)
+    function = registered_attention(model, name)
+    is_own = function is None or function.__module__.partition(".")[0] == "transformers"
+    return None if is_own else name
+
+
+@contextmanager
+def recorded_outputs(model: PreTrainedModel, name: str) -> Iterator[dict[Module, list[Tensor]]]:
+    """Within the context, what the attention function ``name`` returns in this thread, by attention module.
+
+    The function is called as it would be without this, with the masks that are registered for it.
+    """
+    outputs: dict[Module, list[Tensor]] = {}
+    with SWITCH, _switched(model, RECORDED):
+        _RECORDER.name, _RECORDER.outputs = name, outputs
+        try:
+            yield outputs
+        finally:
+            _RECORDER.name = _RECORDER.outputs = None
+
+
+def _recorded_attention(module: Module, *args: Any, **kwargs: Any) -> Any:
+    """The attention function of the user, recorded."""
+    function = registered_attention(module, _RECORDER.name) or eager_attention(module)
+    found = function(module, *args, **kwargs)
+    _RECORDER.outputs.setdefault(module, []).append(found[0].detach())
+    return found
+
+
+def _recorded_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask that is registered for the attention function of the user."""
+    return registered_mask(_RECORDER.name)(*args, **kwargs)
+
+
 AttentionInterface.register(OBSERVED, _observed_attention)
-AttentionMaskInterface.register(OBSERVED, AttentionMaskInterface()["eager"])  # type: ignore[no-untyped-call]
+AttentionMaskInterface.register(OBSERVED, registered_mask("eager"))
+AttentionInterface.register(RECORDED, _recorded_attention)
+AttentionMaskInterface.register(RECORDED, _recorded_mask)
 
 
 def rotation(attention: Module, position_embeddings: tuple[Tensor, Tensor], width: int) -> Tensor:

@@ -4,6 +4,8 @@
   public method tells this without switching the implementation.
 - ``config._attn_implementation``: the name of the current implementation; ``set_attn_implementation`` is
   public, but nothing public reads what it set.
+- ``ALL_ATTENTION_FUNCTIONS`` and ``ALL_MASK_ATTENTION_FUNCTIONS``, objects of the files that define models:
+  an entry that a user sets on them is not seen by ``AttentionInterface`` itself.
 - ``eager_attention_forward`` and ``apply_rotary_pos_emb``, functions of the file that defines a model: the
   only eager attention that returns the pattern as the model computes it (with its own mask, cap and dtype),
   and the rotation as the model applies it. ``AttentionInterface`` has no entry for eager attention.
@@ -17,6 +19,8 @@ from typing import Any
 
 from torch.nn import Module
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
@@ -29,6 +33,25 @@ def attention_implementation(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
 
 
+def registered_attention(attention: Module, implementation: str) -> Callable[..., Any] | None:
+    """The registered function of that name, as an attention module finds it; ``None`` for eager attention."""
+    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    if _has_own(attention, "ALL_ATTENTION_FUNCTIONS"):
+        functions: Any = _own(attention, "ALL_ATTENTION_FUNCTIONS")
+        found = functions.get(implementation)
+    return found
+
+
+def registered_mask(implementation: str) -> Callable[..., Any]:
+    """The registered function that makes masks for an implementation; without one there is no mask."""
+    found: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, _no_mask)
+    return found
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
 def eager_attention(attention: Module) -> Callable[..., Any]:
     """The eager attention function of the file that defines an attention module."""
     return _own(attention, "eager_attention_forward")
@@ -37,6 +60,12 @@ def eager_attention(attention: Module) -> Callable[..., Any]:
 def rotary_function(attention: Module) -> Callable[..., Any]:
     """The function that rotates queries and keys, of the file that defines an attention module."""
     return _own(attention, "apply_rotary_pos_emb")
+
+
+def _has_own(module: Module, name: str) -> bool:
+    """Whether the file of a module's class, or of one that it derives from, has a name."""
+    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    return any(hasattr(file, name) for file in files)
 
 
 def _own(module: Module, name: str) -> Callable[..., Any]:

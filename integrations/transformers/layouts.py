@@ -56,7 +56,14 @@ class Layout:
         return [self._place(block) for block in _listed(base, self.blocks)]
 
     def _place(self, block: Module, call: int | None = None) -> Place:
-        return Place(block, block.get_submodule(self.attention), block.get_submodule(self.projection), call)
+        try:
+            attention, projection = map(block.get_submodule, (self.attention, self.projection))
+        except AttributeError as error:
+            raise ValueError(
+                f"a {type(block).__name__} is not laid out as transformers has it ({error}): something wraps "
+                "or replaces its modules, so undo that, as merge_and_unload() of PEFT does for its adapters"
+            ) from error
+        return Place(block, attention, projection, call)
 
 
 @dataclass(frozen=True)

@@ -41,27 +41,74 @@ def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -
     Raises:
         ValueError: If none is found.
     """
+    options = {"trust_remote_code": False} | options
     if Path(path).is_dir() and not (Path(path) / "config.json").exists() and "gguf_file" not in options:
         raise ValueError(f"no model is found at {path!r}: the folder holds no config.json")
     try:
         config = transformers.AutoConfig.from_pretrained(path, **_of_files(options))
         check(config)
-        name = (getattr(config, "architectures", None) or [None])[0]
-        cls = getattr(transformers, name or "AutoModel", transformers.AutoModel)
         with _quiet_loading():
-            model: PreTrainedModel = cls.from_pretrained(path, **options)
-            return model
+            model, report = _class_of(config).from_pretrained(path, output_loading_info=True, **options)
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"no model is found at {path!r}: pass a folder with config.json and weights, or a name on "
             f"the Hugging Face hub with a network ({str(error).splitlines()[0]})"
         ) from error
+    return _without_random_weights(model, report, path)
+
+
+def _class_of(config: Any) -> Any:
+    """The class of model that a configuration names, or the class that finds one."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    cls = getattr(transformers, name, None)
+    is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    return cls if is_model else transformers.AutoModel
+
+
+def _without_random_weights(model: PreTrainedModel, report: dict[str, Any], path: str) -> PreTrainedModel:
+    """The model, or without its head if the weights of that were not found and so are random.
+
+    Poolers may be missing: nothing that is attributed passes through them.
+
+    Args:
+        model: The model.
+        report: What ``from_pretrained`` tells of weights that were missing, unexpected or of another shape.
+        path: Where it was loaded from.
+
+    Raises:
+        ValueError: If other weights are missing.
+    """
+    mismatched = [item[0] if isinstance(item, tuple) else item for item in report.get("mismatched_keys", ())]
+    missing = [name for name in (*report["missing_keys"], *mismatched) if "pooler" not in name.split(".")]
+    base: Any = model.base_model
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    needed = sorted(name for name in missing if name.startswith(prefix))
+    if needed:
+        raise ValueError(_missing_weights(path, needed, sorted(report["unexpected_keys"])))
+    found: PreTrainedModel = base if missing else model
+    return found
+
+
+def _missing_weights(path: str, missing: list[str], unexpected: list[str]) -> str:
+    """The error for weights that were not found."""
+    found = f"; it has others that the model does not: {_first(unexpected)}" if unexpected else ""
+    return (
+        f"{path!r} lacks {len(missing)} weights of the model, which would be random: {_first(missing)}"
+        f"{found}. Save the model itself with save_pretrained, without a wrapper that renames weights, as "
+        "DataParallel does"
+    )
+
+
+def _first(names: list[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
 
 
 def _of_files(options: dict[str, Any]) -> dict[str, Any]:
     """The options that select files."""
-    names = ("revision", "gguf_file", "token", "cache_dir", "subfolder", "trust_remote_code")
-    return {name: options[name] for name in names if name in options}
+    names = ("revision", "gguf_file", "token", "cache_dir", "subfolder")
+    chosen = {name: options[name] for name in names if name in options}
+    return chosen | {"trust_remote_code": options.get("trust_remote_code", False)}
 
 
 def load_tokenizer(path: str, **options: Any) -> Any:

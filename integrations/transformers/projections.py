@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import LayerNorm, Module
 
 from captum_hta.integrations.transformers.layouts import Layout
-from captum_hta.integrations.weights import is_plain, matrix, repeated, token_norm
+from captum_hta.integrations.weights import is_plain, matrix, repeated, token_norm, weight_of
 from captum_hta.model.attention import TokenNorm
 
 
@@ -38,6 +38,12 @@ def knows_projections(layout: Layout, attention: Module) -> bool:
     return all(is_plain(attention.get_submodule(name)) for name in layout.projections)
 
 
+def knows_norm(layout: Layout, block: Module) -> bool:
+    """Whether the norm before the projections is one of PyTorch or ``transformers``."""
+    norm = None if layout.norm is None else block.get_submodule(layout.norm)
+    return norm is None or type(norm).__module__.partition(".")[0] in ("torch", "transformers")
+
+
 def projection_width(projection: Module, config: Any) -> int:
     """The input width of an output projection."""
     if is_plain(projection):
@@ -58,7 +64,7 @@ def input_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:
     if layout.norm is None:
         return None
     norm = block.get_submodule(layout.norm)
-    weight = norm.get_parameter("weight").detach()
+    weight = weight_of(norm)
     eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     assert isinstance(eps, float)
     return token_norm(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from captum_hta.integrations.readers.audio import AudioReader
@@ -11,6 +13,7 @@ from captum_hta.integrations.readers.images import ImageReader
 from captum_hta.integrations.readers.pairs import PairReader
 from captum_hta.integrations.readers.texts import TextReader
 from captum_hta.integrations.transformers.families import ANY_SIZE, AUDIO, IMAGES
+from captum_hta.integrations.weights import weight_of
 from captum_hta.model.protocol import Reader
 
 
@@ -47,17 +50,60 @@ def reader_for(base: PreTrainedModel, tokenizer: Any, part: str | None, name: st
 
 def vocabulary_of(model: PreTrainedModel) -> int:
     """The number of token ids that a model embeds."""
-    return model.get_input_embeddings().get_parameter("weight").shape[0]
+    return weight_of(model.get_input_embeddings()).shape[0]
 
 
 def longest_text(base: PreTrainedModel) -> int | None:
     """The length of the longest text that the positions of a model allow."""
+    if not getattr(base.config, "position_biased_input", True):
+        return None  # DeBERTa without absolute positions
     names = ("max_target_positions", "max_position_embeddings")
     lengths = (getattr(base.config, name) for name in names if hasattr(base.config, name))
     longest: int | None = next(lengths, None)
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     padding: int | None = getattr(table, "padding_idx", None)
     return longest if longest is None or padding is None else longest - padding - 1
+
+
+def model_arguments(
+    base: PreTrainedModel, ids: Tensor | None, mask: Tensor | None, segments: Tensor | None = None
+) -> dict[str, Any]:
+    """The keyword arguments of a model, as its user would pass them: segments if it has several."""
+    parameters = inspect.signature(base.forward).parameters
+    arguments: dict[str, Any] = {base.main_input_name: ids, "attention_mask": mask}
+    if "use_cache" in parameters:
+        arguments["use_cache"] = False
+    if "token_type_ids" in parameters and getattr(base.config, "type_vocab_size", 0) > 1:
+        arguments["token_type_ids"] = segments
+    return arguments
+
+
+_WINDOWS = (
+    "sliding_window",
+    "attention_window",
+    "attention_chunk_size",
+    "chunk_size_feed_forward",
+    "original_max_position_embeddings",
+)
+"""Names in configurations of lengths at which a model's behaviour changes."""
+
+
+def longest_window(config: Any) -> int:
+    """The largest length at which the behaviour of a model changes, or 0."""
+    lengths = (getattr(config, name, None) for name in _WINDOWS)
+    return max((length for length in lengths if isinstance(length, int)), default=0)
+
+
+def rope_thresholds(config: Any) -> list[int]:
+    """The lengths of a batch beyond which its rotary embedding takes other frequencies (``longrope``)."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    found = set()
+    for kind in kinds:
+        if "longrope" in (kind.get("rope_type"), kind.get("type")):
+            known = kind.get("original_max_position_embeddings")
+            found.add(known or getattr(config, "original_max_position_embeddings", None))
+    return sorted(length for length in found if length)
 
 
 def _image_reader(config: Any, processor: Any, name: str) -> ImageReader:

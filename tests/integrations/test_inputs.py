@@ -122,6 +122,55 @@ def test_slow_tokenizer() -> None:
     assert encoding.words is None
 
 
+PIECES = ["<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "▁", *"theca sonm", "th", "▁th"]
+
+
+@pytest.mark.parametrize("cls", [transformers.LlamaTokenizer, transformers.GemmaTokenizer])
+def test_words_of_tokenizers_that_do_not_split_at_blanks(cls: type) -> None:
+    """Their word ids are all 0; words are then what stands between blanks."""
+    pieces = list(dict.fromkeys(PIECES))
+    words = cls(
+        vocab={piece: number for number, piece in enumerate(pieces)}, merges=[("t", "h"), ("▁", "th")]
+    )
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    model = load_model(transformers.LlamaForCausalLM(config).eval(), words)
+    found = contributions(model, "the cat  the sat", source="previous_layer").to_words()
+    assert [token for token in found.tokens[0] if not token.startswith("<")] == ["the", "cat", "the", "sat"]
+    assert rows_sum_to_one(found)
+
+
+@pytest.mark.parametrize("pad", ["beyond", "negative"])
+def test_a_padding_token_that_the_model_does_not_embed(pad: str) -> None:
+    """Any id that it embeds will do, since the mask hides it."""
+    words = WordTokenizer(60)
+    expected = contributions(load_model(tiny("GPT-2"), words), ["a b c", "a"])
+    words.pad_token_id = 60 if pad == "beyond" else -1
+    found = contributions(load_model(tiny("GPT-2"), words), ["a b c", "a"])
+    torch.testing.assert_close(found.values, expected.values, equal_nan=True)
+
+
+def test_bytes_are_labelled_as_such() -> None:
+    """A byte that is no character alone is not shown as another character."""
+    tokens = TextReader(transformers.ByT5Tokenizer(), 384).encode("aï 日\n").tokens
+    assert tokens == ["a", "<0xC3>", "<0xAF>", "␣", "<0xE6>", "<0x97>", "<0xA5>", "↵", "</s>"]
+
+
+def test_deberta_without_positions_reads_any_length() -> None:
+    """Its table of positions is not used, so the number of its rows is no limit."""
+    torch.manual_seed(0)
+    config = transformers.DebertaV2Config(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=8, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4,
+        position_biased_input=False, share_att_key=True,
+    )  # fmt: skip
+    model = load_model(transformers.DebertaV2Model(config).eval(), WordTokenizer())
+    assert model.max_length is None
+    assert rows_sum_to_one(contributions(model, "a b c d e f g h i j", source="previous_layer"))
+
+
 # --- models ----------------------------------------------------------------------------------------
 
 

@@ -22,9 +22,8 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from captum_hta import HiddenTokenAttribution, contributions, load_model
-from captum_hta.integrations import TransformerLensModel, TransformersModel
+from captum_hta.integrations import TransformerLensModel, TransformersModel, availability
 from captum_hta.integrations.transformer_lens import adapter as transformer_lens
-from captum_hta.integrations.transformer_lens import availability
 from captum_hta.integrations.transformers import pretrained
 from captum_hta.model.encoding import Encoding
 
@@ -541,7 +540,7 @@ def unknown_hooks() -> Module:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "type": (lambda path: load_model(t5(), WordTokenizer()), ValueError, "'t5'.*name the part"),
-    "no transformer": (lambda path: load_model(torch.nn.Linear(2, 2)), ValueError, "not supported"),
+    "no transformer": (lambda path: load_model(torch.nn.Linear(2, 2)), TypeError, "any PyTorch model"),
     "no tokenizer": (lambda path: load_model(tiny_bert()), ValueError, "pass tokenizer="),
     "missing folder": (
         lambda path: load_model(path / "none"),
