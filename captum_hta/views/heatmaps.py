@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from unicodedata import category
 
 import matplotlib as mpl
 import numpy as np
@@ -28,20 +29,33 @@ IMAGE_SIDE = 2.6
 """Inches of an image's longer side."""
 VEIL = ListedColormap(np.column_stack([mpl.colormaps["magma"].colors[::-1], np.linspace(0.1, 0.9, 256)]))
 """The colours of heatmaps, through which an image is seen where values are small."""
+CONTROLS = ("Cc", "Cf", "Zl", "Zp")
+"""Unicode categories of control and format characters and of separators of lines and paragraphs."""
 LUMINANCE = np.array([0.299, 0.587, 0.114])
 """Weights of red, green and blue in grey (ITU-R BT.601)."""
+
+
+def escaped(label: str) -> str:
+    r"""A label with an escape such as ``\u202e`` in place of each character that would change how it is set:
+    controls, marks of the writing direction and separators of lines.
+    """
+    return "".join(
+        one.encode("unicode_escape").decode("ascii") if category(one) in CONTROLS else one for one in label
+    )
 
 
 def undrawable(labels: Iterable[str]) -> list[int]:
     """The numbers of labels with characters that the font of figures lacks."""
     known = get_font(findfont(STYLE["font.family"][0])).get_charmap()
-    return [number for number, label in enumerate(labels) if any(ord(one) not in known for one in label)]
+    return [
+        number for number, label in enumerate(labels) if any(ord(one) not in known for one in escaped(label))
+    ]
 
 
 def _drawable(labels: Sequence[str]) -> list[str]:
-    """Labels, and the numbers of those that cannot be drawn."""
+    """Labels with controls escaped, and the numbers of those that cannot be drawn."""
     without = set(undrawable(labels))
-    return [f"#{number}" if number in without else label for number, label in enumerate(labels)]
+    return [f"#{number}" if number in without else escaped(label) for number, label in enumerate(labels)]
 
 
 def heatmaps(
@@ -77,7 +91,7 @@ def heatmaps(
                 _heatmap(axis, values[row], top)
                 _ticks(axis.xaxis, keys, width / len(keys), rotation=90)
                 _ticks(axis.yaxis, tokens, height / len(tokens))
-                axis.set_title(f"{title}\n{QUANTITY_NAMES[name]}")
+                axis.set_title(f"{title}\n{QUANTITY_NAMES[name]}", parse_math=False)
             axes[row, 0].set_ylabel("query (target token)")
         for axis in axes[-1]:
             axis.set_xlabel("key (source token)")
@@ -134,7 +148,7 @@ def overlays(
     query: int,
     rows: Sequence[str],
 ) -> Figure:
-    """A image, and over it attention and contributions of one query's patches.
+    """An image, and over it attention and contributions of one query's patches.
 
     Args:
         maps: For each of :data:`QUANTITY_NAMES` an array ``[row, key]``.
@@ -148,6 +162,7 @@ def overlays(
         A figure with one row of panels for each of ``rows``, on one colour scale a row. Titles say what
         comes from the tokens that have no place in the image.
     """
+    tokens = _drawable(tokens)
     special = tokens[: len(tokens) - grid[0] * grid[1]]
     width, height = _image_sides(image, len(rows))
     with mpl.rc_context(STYLE):

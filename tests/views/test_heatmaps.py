@@ -163,12 +163,28 @@ def test_tokens_are_not_mathematics(token: str) -> None:
 def test_letters_that_the_font_lacks() -> None:
     """They are shown by the number of their token, without a warning; all others as they are."""
     labels = ["[CLS]", "日本", "שלום", "🙂", "a\x00b", "漢字"]
-    assert undrawable(labels) == [1, 4, 5] or undrawable(labels) == [1, 3, 4, 5]
+    assert undrawable(labels) == [1, 5] or undrawable(labels) == [1, 3, 5]
     figure = drawn(heatmaps(maps(6), labels, ["head 0"]))
     shown = [label.get_text() for label in panels(figure)[0].get_yticklabels()]
     assert shown[0] == "[CLS]"
     assert shown[2] == "שלום"
-    assert (shown[1], shown[5]) == ("#1", "#5")
+    assert (shown[1], shown[4], shown[5]) == ("#1", "a\\x00b", "#5")
+
+
+CONTROLS = ["\x1b[31mred", "a\nb", "\u202eabc", "\x9b2J", "\u2028x", "\xad"]
+
+
+def test_controls_are_shown_and_not_obeyed() -> None:
+    """Escapes, line breaks and marks of the writing direction, on the axes and in titles."""
+    expected = ["\\x1b[31mred", "a\\nb", "\\u202eabc", "\\x9b2J", "\\u2028x", "\\xad"]
+    figure = drawn(heatmaps(maps(6), CONTROLS, ["$\\frac$"]))
+    assert [label.get_text() for label in panels(figure)[0].get_yticklabels()] == expected
+    assert not any(panel.title.get_parse_math() for panel in panels(figure))
+    values = {"input": maps(6)["input"][:, 2]}
+    figure = drawn(overlays(values, np.zeros((4, 4, 3)), (1, 1), CONTROLS, 2, ["head 0"]))
+    first, second = panels(figure)
+    assert first.get_title() == "head 0\nquery \\u202eabc"
+    assert all(label in second.get_title() for label in expected[:5])
 
 
 # --- that nothing else is changed -----------------------------------------------------------------
