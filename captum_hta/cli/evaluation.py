@@ -129,10 +129,10 @@ class Evaluation:
 
     def write(self, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Figure]) -> None:
         """Write the folder."""
-        from captum_hta.report.files import png, write_files
+        from captum_hta.report.files import csv_text, png, write_files
 
         images = {name: png(figure) for name, figure in figures.items()}
-        texts = {name: one.to_csv(index=False) for name, one in tables.items()}
+        texts = {name: csv_text(one) for name, one in tables.items()}
         record = json.dumps(self._record(), indent=2) + "\n"
         write_files(self.output, images, texts | {"run.json": record})
         if self.corpus.bad:

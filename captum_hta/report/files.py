@@ -7,18 +7,34 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from captum_hta.report.page import Section
 from captum_hta.study.outputs import write_outputs
 
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+"""How cells begin that spreadsheets compute."""
 PACKAGES = ("captum-hta", "torch", "transformers", "captum", "transformer-lens", "numpy", "scipy")
 
 
 def write_files(folder: Path, images: Mapping[str, bytes], texts: Mapping[str, str]) -> list[Path]:
     """Write files by their names, as :func:`captum_hta.study.outputs.write_outputs` does."""
     return write_outputs(folder, {**images, **{name: text.encode() for name, text in texts.items()}})
+
+
+def csv_text(table: pd.DataFrame) -> str:
+    """A table as CSV; words that a spreadsheet would take for a formula get an apostrophe, which makes them text.
+
+    The characters are those of OWASP, "CSV Injection".
+    """
+    return table.map(_as_text).to_csv(index=False)
+
+
+def _as_text(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULAS) else value
 
 
 def images_of(sections: Sequence[Section]) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from captum_hta.report.contents import FACTS, SECTIONS, SectionOf, lead
-from captum_hta.report.files import images_of, versions, write_files
+from captum_hta.report.files import csv_text, images_of, versions, write_files
 from captum_hta.report.findings import found_in
 from captum_hta.report.page import Section, rendered
 from captum_hta.study.run import Study
@@ -37,7 +37,7 @@ def write(
     made = [section for make in sections if (section := make(study)) is not None]
     record = {**record, **_results(study)}
     images = images_of(made)
-    texts = {f"{name}.csv": table.to_csv(index=False) for name, table in study.tables().items()} | {
+    texts = {f"{name}.csv": csv_text(table) for name, table in study.tables().items()} | {
         "run.json": json.dumps(record, indent=2) + "\n",
         "report.html": _page(study, made, images, record),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from captum_hta.report.contents import COMPARISONS, lead
-from captum_hta.report.files import images_of, versions, write_files
+from captum_hta.report.files import csv_text, images_of, versions, write_files
 from captum_hta.report.labelled_study import LabelledStudy, stacked
 from captum_hta.report.page import rendered
 
@@ -31,7 +31,7 @@ def write(folder: Path, studies: Sequence[LabelledStudy]) -> list[Path]:
     sections = [make(studies) for make in COMPARISONS]
     images = images_of(sections)
     page = rendered("several_studies.html.jinja", sections, images, _facts(studies), studies=studies)
-    tables = {f"{name}.csv": stacked(studies, name).to_csv(index=False) for name in TABLES}
+    tables = {f"{name}.csv": csv_text(stacked(studies, name)) for name in TABLES}
     return write_files(folder, images, tables | {"report.html": page})
 
 
