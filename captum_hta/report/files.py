@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from captum_hta.report.page import Section
 from captum_hta.study.outputs import write_outputs
 
-FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+FORMULAS = ("=", "+", "-", "@", "\t")
 """How cells begin that spreadsheets compute."""
 PACKAGES = ("captum-hta", "torch", "transformers", "captum", "transformer-lens", "numpy", "scipy")
 
@@ -26,15 +26,19 @@ def write_files(folder: Path, images: Mapping[str, bytes], texts: Mapping[str, s
 
 
 def csv_text(table: pd.DataFrame) -> str:
-    """A table as CSV; words that a spreadsheet would take for a formula get an apostrophe, which makes them text.
+    """A table as CSV, in which no word is a formula.
 
-    The characters are those of OWASP, "CSV Injection".
+    Words that a spreadsheet would compute get an apostrophe, which makes them text (OWASP, "CSV Injection");
+    carriage returns, which pandas does not quote, are escaped.
     """
     return table.map(_as_text).to_csv(index=False)
 
 
 def _as_text(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULAS) else value
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r", r"\r")
+    return f"'{text}" if text.startswith(FORMULAS) else text
 
 
 def images_of(sections: Sequence[Section]) -> dict[str, bytes]:

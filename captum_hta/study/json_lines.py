@@ -85,7 +85,7 @@ def _check_encoding(line: bytes, name: str) -> None:
 def _encoding_without_mark(line: bytes) -> str | None:
     """The encoding by where the zeros of the first ASCII characters are (RFC 4627, section 3)."""
     zeros = [byte == 0 for byte in line[:4]]
-    patterns = {
+    patterns: dict[tuple[bool, ...], str] = {
         (True, True, True, False): "UTF-32BE",
         (False, True, True, True): "UTF-32LE",
         (True, False, True, False): "UTF-16BE",
