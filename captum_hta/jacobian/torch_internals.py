@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 __all__ = [
     "BATCH_NORM_OPERATORS",
+    "StorageWeakRef",  # keeps the number of a storage from being given to another, and no memory
     "TorchDispatchMode",  # the only view of operators below autograd, of which a recording consists
     "TreeSpec",
     "functional_variant",

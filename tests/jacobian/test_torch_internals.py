@@ -89,6 +89,18 @@ def test_views_share_a_storage():
     assert internals.storage_identity(torch.empty(0)) != internals.storage_identity(tensor), changed
 
 
+def test_a_weak_reference_keeps_the_number_of_a_storage():
+    tensor = torch.zeros(8)
+    number, reference = (
+        internals.storage_identity(tensor),
+        internals.StorageWeakRef(tensor.untyped_storage()),
+    )
+    del tensor
+    changed = CHANGED.format("torch.multiprocessing.reductions.StorageWeakRef")
+    assert reference.expired(), changed
+    assert number not in {internals.storage_identity(torch.zeros(8)) for _ in range(100)}, changed
+
+
 def test_no_other_module_of_the_core_uses_them():
     package = Path(captum_hta.__file__).parent
     found = [

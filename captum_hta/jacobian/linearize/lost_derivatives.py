@@ -27,6 +27,7 @@ from torch.nn import Module
 
 from captum_hta.jacobian.linearize.recorder import refuse_training
 from captum_hta.jacobian.torch_internals import (
+    StorageWeakRef,
     TorchDispatchMode,
     operator_name,
     storage_identity,
@@ -113,10 +114,11 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, Dependence] = {}
+        self._references: list[StorageWeakRef] = []
 
     def mark_source(self, tensor: Tensor) -> None:
         """Follow the values that depend on ``tensor``."""
-        self._known[storage_identity(tensor)] = Dependence(Loss("source"), attached=True)
+        self._note(tensor, Dependence(Loss("source"), attached=True))
 
     def dependence(self, tensor: Tensor) -> Dependence | None:
         """How ``tensor`` depends on the sources; ``None`` if it does not."""
@@ -143,9 +145,14 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
                 continue  # a view
             found = _combined(name, recording, out, _numbers(name, out, read))
             if found is not None:
-                self._known[where] = found
-            elif where not in given:
-                self._known.pop(where, None)  # the number of a storage that has been freed
+                self._note(out, found)
+
+    def _note(self, tensor: Tensor, found: Dependence) -> None:
+        """Remember how a value depends on the sources."""
+        where = storage_identity(tensor)
+        if where not in self._known:
+            self._references.append(StorageWeakRef(tensor.untyped_storage()))
+        self._known[where] = found
 
     def _dependences(self, tensors: Iterable[Tensor], recording: bool) -> Iterator[tuple[Tensor, Dependence]]:
         for tensor in tensors:
