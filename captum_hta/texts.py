@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from captum_hta.model.encoding import Encoding
@@ -17,6 +17,12 @@ BATCH_TOKENS = 1024
 
 PADDING_SHARE = 1 / 8
 """Largest share of a batch that may be padding."""
+
+CHARACTERS = 64
+"""Most characters of a token, on average over a text."""
+
+LONGEST = 131072
+"""Most tokens of a text, also where a model has no limit of its own."""
 
 GROUP = 4
 """Texts of a corpus that are attributed together; few, so that progress is even."""
@@ -67,8 +73,17 @@ def listed(model: Model, texts: Any) -> list[Any]:
     reader = model.reader
     if isinstance(texts, str) or (not isinstance(texts, tuple | list) and reader.accepts(texts)):
         texts = [texts]
-    if not isinstance(texts, Iterable):
-        raise TypeError(f"texts must be a list, each of them {reader.reads}, got {texts!r}")
+    if not isinstance(texts, Iterable) or isinstance(texts, bytes | bytearray | Set):
+        raise TypeError(
+            f"texts must be a list, each of them {reader.reads}, got a {type(texts).__name__}: "
+            f"{reprlib.repr(texts)}"
+        )
+    if isinstance(texts, Mapping) or (hasattr(texts, "columns") and hasattr(texts, "keys")):
+        raise TypeError(
+            f"texts must be a list, each of them {reader.reads}, got a {type(texts).__name__}, which is a "
+            'table of named columns: pass its rows, such as table["text"] or list(zip(table["first"], '
+            'table["second"]))'
+        )
     rows = list(texts)
     if not rows:
         raise ValueError(f"there is no {reader.medium}: pass a list, each of them {reader.reads}")
@@ -90,6 +105,7 @@ def encoded(model: Model, text: Any, number: int, truncation: bool = False) -> E
     Raises:
         ValueError: If the text has no token, or is too long and may not be cut.
     """
+    _check_characters(model, text, number)
     encoding = model.encode(text)
     if not len(encoding):
         raise ValueError(f"text {number} has no token: {text!r}")
@@ -102,6 +118,22 @@ def encoded(model: Model, text: Any, number: int, truncation: bool = False) -> E
             "it, or let truncation=True (--truncation) cut it"
         )
     return encoding
+
+
+def _check_characters(model: Model, text: Any, number: int) -> None:
+    """Refuse a text that is far too long before it is tokenised, which takes much memory.
+
+    Raises:
+        ValueError: If it has more than :data:`CHARACTERS` for each token that the model reads.
+    """
+    parts = [text] if isinstance(text, str) else text if isinstance(text, tuple | list) else []
+    count = sum(len(part) for part in parts if isinstance(part, str))
+    longest = LONGEST if model.max_length is None else min(model.max_length, LONGEST)
+    if count > CHARACTERS * longest:
+        raise ValueError(
+            f"text {number} has {count} characters, but {model.name} reads at most {longest} tokens, which "
+            f"are fewer than {CHARACTERS * longest} characters: cut the text"
+        )
 
 
 def text_lengths(encoding: Encoding) -> list[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import WordTokenizer, tiny_bert
+from transformers import BatchEncoding
 
 from captum_hta import contributions, load_model
 from captum_hta.integrations import TransformerLensModel
@@ -25,6 +28,24 @@ def tiny() -> TransformerLensModel:
 def test_one_text(tiny: TransformerLensModel, text: object) -> None:
     """A single string is a list of one; a list may be a tuple."""
     assert contributions(tiny, text).values.shape == (1, 2, 2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [pd.Series(["a b", "c"]), np.array(["a b", "c"]), (text for text in ("a b", "c"))],
+    ids=["series", "array", "generator"],
+)
+def test_iterables_of_texts(tiny: TransformerLensModel, texts: object) -> None:
+    """A column of a table, an array and a generator give their texts in order."""
+    assert contributions(tiny, texts).tokens == contributions(tiny, ["a b", "c"]).tokens
+
+
+def test_a_giant_text_is_not_tokenised(tiny: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its characters are counted first, also where it may be cut."""
+    monkeypatch.setattr(type(tiny), "encode", lambda *args: pytest.fail("tokenised"))
+    for truncation in (False, True):
+        with pytest.raises(ValueError, match=r"text 0 has 3000 characters.*at most 40 tokens.*cut"):
+            contributions(tiny, "w " * 1500, truncation=truncation)
 
 
 @pytest.mark.parametrize("pair", [("a b", "c"), ["a b", "c"]])
@@ -62,6 +83,17 @@ BAD_TEXTS: list[tuple[object, type[Exception], str]] = [
     ([("a", "b", "c")], TypeError, "text 0"),
     ([("a", 1)], TypeError, "text 0"),
     (5, TypeError, "string"),
+    ({"premise": "a", "hypothesis": "b"}, TypeError, "got a dict, which is a table.*pass its rows"),
+    (
+        BatchEncoding({"input_ids": [[1, 2]]}),
+        TypeError,
+        "got a BatchEncoding.*pass its rows",
+    ),
+    (pd.DataFrame({"premise": ["a"], "hypothesis": ["b"]}), TypeError, "got a DataFrame.*pass its rows"),
+    ({"a", "b"}, TypeError, "must be a list.*got a set"),
+    (b"a b", TypeError, "must be a list.*got a bytes"),
+    (bytearray(b"a"), TypeError, "must be a list.*got a bytearray"),
+    ([{"text": "a"}], TypeError, "text 0 must be a string"),
     (None, TypeError, "string"),
     ("w " * 39, ValueError, "text 0 has 41 tokens, but BertForMaskedLM reads at most 40"),
     (["w", "w " * 60], ValueError, "text 1 has 62 tokens, but .* reads at most 40"),
