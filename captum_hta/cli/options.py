@@ -31,9 +31,7 @@ Tolerance = Annotated[
     float | None,
     typer.Option(help="Add probes until every standard error is at most this.", min=1e-9),
 ]
-Exact = Annotated[
-    bool, typer.Option("--exact", help="Compute exactly, without probes. Slower.")
-]  # fmt: skip
+Exact = Annotated[bool, typer.Option("--exact", help="Compute exactly, without probes. Slower.")]
 TimesInputs = Annotated[
     bool, typer.Option("--multiply-by-inputs", help="Weight each Jacobian by its input vector.")
 ]

