@@ -20,12 +20,14 @@ from captum_hta.jacobian.arguments import (
     check_modules,
     choice,
     flag,
+    is_integer,
     optional_count,
 )
 from captum_hta.jacobian.engine import Answer, Progress, answer
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.norms import NORMS, shares
 from captum_hta.jacobian.query import ONE_PROBE, Query
+from captum_hta.model.sites import observed
 
 
 class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: ignore[misc]  # Captum has no types
@@ -60,8 +62,10 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
             ``[batch, position, head, d_head]``. For several modules one pass serves all.
         source_layer (torch.nn.Module, optional): The source: a module whose output is
             ``[batch, position, width]``. Default: ``None``, the inputs themselves.
-        num_heads (int, optional): Number of equal parts of the target's width. Default: ``None``: the
-            head axis that the target has; a target without one gives ``[batch, query, key]``.
+        num_heads (int, optional): Number of equal parts of the target's width. Default: ``None``: the heads
+            that the target is known to have (a ``torch.nn.MultiheadAttention``, which is read before its
+            output projection; a hook point of TransformerLens, such as ``hook_z``; a target with a head
+            axis). Any other target gives ``[batch, query, key]``.
         norm (str, optional): ``"frobenius"``, of the whole Jacobian; ``"spectral"``, its largest
             singular value; ``"sum"``, the Euclidean norm of the gradient of the summed components of
             :math:`y_j`, which some public code uses (nearly constant, so without meaning, behind a
@@ -70,6 +74,9 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
             Default: ``False``.
         device_ids (list of int, optional): As in Captum, where ``forward_func`` applies a
             ``DataParallel`` model. Only one device is supported.
+        batch_dim (int, optional): The axis of sources and targets that is the batch. ``1`` for modules that
+            take ``[position, batch, width]``, such as ``torch.nn.TransformerEncoder`` with its default
+            ``batch_first=False``. Results have the batch first in either case. Default: ``0``.
 
     Raises:
         ValueError: If ``norm`` or ``num_heads`` is not valid, or several devices are named.
@@ -80,7 +87,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         >>> from torch import nn
         >>> _ = torch.manual_seed(0)
         >>> model = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-        >>> hta = HiddenTokenAttribution(model, model.linear1, num_heads=2)
+        >>> hta = HiddenTokenAttribution(model, model.self_attn)
         >>> contributions = hta.attribute(torch.randn(3, 5, 8))
         >>> contributions.shape
         torch.Size([3, 2, 5, 5])
@@ -97,6 +104,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         norm: str = "frobenius",
         multiply_by_inputs: bool = False,
         device_ids: list[int] | None = None,
+        batch_dim: int = 0,
     ) -> None:
         NeuronAttribution.__init__(self, forward_func, layer, device_ids)
         GradientAttribution.__init__(self, forward_func)
@@ -105,6 +113,9 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         self.source_layer = source_layer
         self.num_heads = optional_count("num_heads", num_heads)
         self.norm = choice("norm", norm, NORMS)
+        if not is_integer(batch_dim) or batch_dim not in (0, 1):
+            raise ValueError(f"batch_dim must be 0 or 1, got {batch_dim!r}")
+        self.batch_dim = int(batch_dim)
         self._multiply_by_inputs = flag("multiply_by_inputs", multiply_by_inputs)
 
     @property
@@ -182,7 +193,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
                 type.
         """
         sources = inputs if isinstance(inputs, tuple) else (inputs,)
-        check_inputs(sources, has_source_layer=self.source_layer is not None)
+        check_inputs(sources, self.source_layer is not None, self.batch_dim)
         internal_batch_size = optional_count("internal_batch_size", internal_batch_size)
         query = Query(
             norm=self.norm,
@@ -198,25 +209,40 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         if return_standard_error and query.n_probes == 1:
             raise ValueError(ONE_PROBE)
         extra = _as_tuple(additional_forward_args)
-        batch = len(sources[0])
+        batch = sources[0].shape[self.batch_dim if sources[0].dim() > self.batch_dim else 0]
+        if internal_batch_size is not None and internal_batch_size < batch:
+            self._check_split(sources, extra, batch)
         chunk = internal_batch_size and max(internal_batch_size // batch, 1)
         answers = []
         with ExitStack() as bars:
             for rows in _splits(batch, internal_batch_size):
                 forward_pass = ForwardPass(
                     self.forward_func,
-                    _rows(sources, rows, batch),
-                    _rows(extra, rows, batch),
+                    _rows(sources, rows, batch, self.batch_dim),
+                    _rows(extra, rows, batch, self.batch_dim),
                     list(dict.fromkeys(self._layers)),
                     self.source_layer,
                     attribute_to_neuron_input,
                     self.num_heads,
+                    self.batch_dim,
                 )
                 part = replace(query, direction=_direction_rows(direction, rows, batch))
                 progress = _bar(bars) if show_progress else None
                 answers.append(answer(forward_pass, part, chunk=chunk, progress=progress))
         is_tuple = isinstance(inputs, tuple) and self.source_layer is None
         return self._formatted(answers, is_tuple, return_standard_error)
+
+    def _check_split(self, sources: tuple[Tensor, ...], extra: tuple[Any, ...], batch: int) -> None:
+        """Raise if a split of the inputs does not split the batch of the source."""
+        if self.source_layer is None or (sources[0].dim() > 1 and self.batch_dim == 0):
+            return
+        found = observed({"source": self.source_layer}, lambda: self.forward_func(*sources, *extra))
+        examples = found["source"].shape[self.batch_dim] if "source" in found else batch
+        if examples != batch:
+            raise ValueError(
+                f"internal_batch_size splits axis {self.batch_dim} of the inputs, {batch} long, but the "
+                f"source has {examples} examples: leave it out, or pass inputs with the batch on that axis"
+            )
 
     def _formatted(self, answers: list[Answer], is_tuple: bool, with_error: bool) -> Any:
         """Contributions, and standard errors if asked for, in the form of the inputs and layers."""
@@ -271,14 +297,16 @@ def _splits(batch: int, internal_batch_size: int | None) -> Iterator[slice]:
         yield slice(start, min(start + step, batch))
 
 
-def _rows(values: tuple[Any, ...], rows: slice, batch: int) -> tuple[Any, ...]:
+def _rows(values: tuple[Any, ...], rows: slice, batch: int, batch_dim: int) -> tuple[Any, ...]:
     """Those rows of each tensor that has one for each example, as Captum splits a batch."""
-    if rows == slice(0, batch):
-        return values
-    return tuple(
-        value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == batch else value
-        for value in values
-    )
+    return values if rows == slice(0, batch) else tuple(_part(one, rows, batch, batch_dim) for one in values)
+
+
+def _part(value: Any, rows: slice, batch: int, batch_dim: int) -> Any:
+    """The rows of a value with an axis for examples: the batch axis, or the first one, as masks have it."""
+    shape = value.shape if isinstance(value, Tensor) else ()
+    axes = [dim for dim in (batch_dim, 0) if shape[dim : dim + 1] == (batch,)]
+    return value.narrow(axes[0], rows.start, rows.stop - rows.start) if axes else value
 
 
 def _direction_rows(direction: Any, rows: slice, batch: int) -> Any:

@@ -1197,23 +1197,56 @@ def own_attention() -> OwnAttention:
     return OwnAttention().double().eval()
 
 
+def heads_by_hand(attend: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    """The outputs of the heads of self-attention ``[batch, position, head * d_head]``, from its weights."""
+    q, k, v = (
+        functional.linear(x, weight, bias).unflatten(-1, (attend.num_heads, -1)).transpose(1, 2)
+        for weight, bias in zip(attend.in_proj_weight.chunk(3), attend.in_proj_bias.chunk(3), strict=True)
+    )
+    return eager(q, k, v).transpose(1, 2).flatten(2)
+
+
+def by_hand(function: Callable[[Tensor], Tensor], x: Tensor, heads: int) -> Tensor:
+    """Contributions to the output ``[batch, position, width]`` of a function, example by example."""
+    blocks = [jacobian(function, example, range(x.shape[1])) for example in x.split(1)]
+    return torch.stack([shares(norms(block, heads, "frobenius")) for block in blocks])
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layer", ["attend", "last"])
-def test_multihead_attention(layer, mode):
-    """A module that gives ``(tensor, None)`` is a target as one that gives a tensor."""
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_heads_of_multihead_attention(need_weights, mode):
+    """They are read before the output projection, whatever else the module gives."""
     model, x = own_attention(), data()
+    options = {"additional_forward_args": need_weights, "mode": mode}
     with torch.no_grad():
-        result = hta(model, layer).attribute(x, mode=mode)
-    same(result, dense(model, model.get_submodule(layer), x))
+        result = hta(model, "attend").attribute(x, **options)
+    same(result, by_hand(lambda a: heads_by_hand(model.attend, a), x, 2))
+    same(hta(model, "last").attribute(x, **options), dense(model, model.last, x))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_multihead_attention_with_weights(mode):
-    """Its weights are a second tensor: refused as a target, no matter on the way to one."""
-    with pytest.raises(ValueError, match=r"'attend' holds 2 floating-point tensors.*choose"):
-        hta(own_attention(), "attend").attribute(data(), additional_forward_args=True, mode=mode)
-    result = hta(own_attention(), "last").attribute(data(), additional_forward_args=True, mode=mode)
-    same(result, hta(own_attention(), "last").attribute(data()))
+def test_heads_of_an_encoder(mode):
+    """Of both layers, from the input; everything is as before, and other targets may stand beside them."""
+    model, x = encoder(), data()
+    layers = ["layers.1.self_attn", "layers.1.linear1", "layers.0.self_attn"]
+    before = state(model, x)
+    with torch.no_grad():
+        heads, inner, first = hta(model, layers).attribute(x, mode=mode)
+    assert state(model, x) == before
+    same(heads, by_hand(lambda a: heads_by_hand(model.layers[1].self_attn, model.layers[0](a)), x, 2))
+    same(first, by_hand(lambda a: heads_by_hand(model.layers[0].self_attn, a), x, 2))
+    same(inner, dense(model, model.layers[1].linear1, x))
+
+
+def test_heads_where_they_are_mixed():
+    """Are refused, with the module to name; the projection is not called as a module."""
+    model = encoder()
+    with pytest.raises(ValueError, match=r"'layers\.1' mixes the heads.*pass its module 'self_attn'"):
+        hta(model, "layers.1", num_heads=2).attribute(data())
+    with pytest.raises(ValueError, match=r"out_proj' is not called.*MultiheadAttention the module itself"):
+        hta(model, "layers.1.self_attn.out_proj", num_heads=2).attribute(data())
+    with pytest.raises(ValueError, match=r"self_attn' has 2 heads, but num_heads is 4"):
+        hta(model, "layers.1.self_attn", num_heads=4).attribute(data())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -1412,14 +1445,119 @@ def test_in_place(function):
     right_or_refused(model)
 
 
-@pytest.mark.parametrize("function", [lambda h: h + h.flip(0), lambda h: h - h.mean(0, keepdim=True)])
-def test_examples_that_influence_each_other(function):
-    """Are refused, since all are carried at once; a single one is right."""
+# --- the batch axis -------------------------------------------------------------------------------
+
+ASKED = {
+    "default": {},
+    "forward": {"mode": "forward"},
+    "reverse": {"mode": "reverse"},
+    "probes": {"n_probes": 3},
+    "one query": {"neuron_selector": [0]},
+    "direction": {"direction": torch.arange(1, 1 + WIDTH // 2).double()},
+    "sum": {"norm": "sum"},
+}
+
+
+def asked(layer: Any, x: Tensor, model: Any, **options: Any) -> Any:
+    """What a call gives, with the options of :data:`ASKED` and the class's among them."""
+    chosen = {name: options.pop(name) for name in ("norm", "batch_dim") if name in options}
+    return hta(model, layer, num_heads=2, **chosen).attribute(x, **options)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h + h.flip(0),
+        lambda h: h - h.mean(0, keepdim=True),
+        lambda h: (h @ h.mean(0).mT) @ h.mean(0),
+    ],
+)
+@pytest.mark.parametrize("options", ASKED.values(), ids=ASKED)
+def test_examples_that_influence_each_other(options, function):
+    """Are refused in every mode, since all are carried at once; a single one is right."""
     model = tiny(function, Mixed)
     with pytest.raises(ValueError, match="influence each other"):
-        hta(model, "last").attribute(data(), mode="forward")
+        asked("act", data(), model, **options)
     one = data()[:1]
-    same(hta(model, "last").attribute(one, mode="forward"), dense(model, model.last, one))
+    same(hta(model, "last").attribute(one), dense(model, model.last, one))
+
+
+def sequence_first() -> nn.Module:
+    """The encoder of :func:`encoder` as PyTorch builds it by default, for ``[position, batch, width]``."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
+
+
+@pytest.mark.parametrize("layer", ["layers.1.self_attn", "layers.1.linear2"])
+@pytest.mark.parametrize("batch", [1, BATCH])
+@pytest.mark.parametrize("options", ASKED.values(), ids=ASKED)
+def test_sequence_first_modules(options, batch, layer):
+    """With ``batch_dim=1`` they give what batch-first modules give, and without it they are refused."""
+    x, model = data(batch, 5, WIDTH), sequence_first()
+    expected = asked(layer, x, encoder(), **options)
+    same(asked(layer, x.transpose(0, 1), model, batch_dim=1, **options), expected)
+    with pytest.raises(ValueError, match="batch_dim=1"):
+        asked(layer, x, model, **options)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("mode", ANY_WAY)
+def test_sequence_first_recurrent_modules(mode, kind):
+    """The same for recurrent modules, against a computation by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(WIDTH, WIDTH), Apply(lambda out: out[0]), linear()).double().eval()
+    x = data(2, 5, WIDTH)
+    for some in (x, x[:1]):
+        with pytest.raises(ValueError, match="batch_dim=1"):
+            hta(model, "2").attribute(some)
+    result = hta(model, "2", batch_dim=1).attribute(x.transpose(0, 1))
+    same(result, by_hand(lambda a: model(a.transpose(0, 1)).transpose(0, 1), x, 1).squeeze(1))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sequence_first_batches_are_split(size):
+    """Parts of the batch take their rows of masks, which have the batch first."""
+    model, padding = sequence_first(), torch.arange(TOKENS) >= torch.tensor([[4], [3], [2]])
+    run = lambda x, mask: model(x, src_key_padding_mask=mask)  # noqa: E731
+    method = HiddenTokenAttribution(run, model.layers[1].self_attn, batch_dim=1)
+    x, options = data().transpose(0, 1), {"additional_forward_args": padding}
+    same(method.attribute(x, internal_batch_size=size, **options), method.attribute(x, **options))
+
+
+@pytest.mark.parametrize("options", ASKED.values(), ids=ASKED)
+def test_targets_of_another_batch(options):
+    """Windows of a local attention, and a sequence that comes first, are refused by name."""
+    windows = Apply(lambda h: h.unflatten(1, (2, -1)).flatten(0, 1))
+    turned = Apply(lambda h: h.transpose(0, 1))
+    for module in (windows, turned):
+        model = nn.Sequential(Apply(lambda x: x.cumsum(1)), module, linear()).double()
+        for x in (data(), data()[:1]):
+            with pytest.raises(
+                ValueError, match=r"output of module '2' is \[.*\], so axis 0 is not the batch"
+            ):
+                asked("2", x, model, **options)
+
+
+def test_sources_of_another_batch():
+    """Are refused as targets are."""
+    model = nn.Sequential(nn.Embedding(20, WIDTH), Apply(lambda h: h.transpose(0, 1)), linear()).double()
+    with pytest.raises(ValueError, match=r"output of module '1' is .*so axis 0 is not the batch of 3"):
+        hta(model, "2", source_layer="1").attribute(ids())
+
+
+def test_splits_that_are_not_of_the_batch():
+    """Token ids without a batch axis cannot be split."""
+    model = nn.Sequential(nn.Embedding(20, WIDTH), Apply(lambda h: h[None].cumsum(1)), linear()).double()
+    method = hta(model, "2", source_layer="1")
+    same(method.attribute(ids()[0]), torch.eye(TOKENS).double()[None])
+    with pytest.raises(ValueError, match="internal_batch_size splits axis 0 of the inputs, 4 long, but the"):
+        method.attribute(ids()[0], internal_batch_size=1)
+    model[1] = Apply(lambda h: h.transpose(0, 1))
+    method = hta(model, "2", source_layer="1", batch_dim=1)
+    same(method.attribute(ids()[:1]), torch.eye(TOKENS).double()[None])
+    with pytest.raises(ValueError, match="internal_batch_size splits axis 1 of the inputs, 4 long, but the"):
+        method.attribute(ids()[:1], internal_batch_size=1)
 
 
 def test_batch_statistics_are_refused():

@@ -123,7 +123,7 @@ def check_devices(device_ids: Sequence[int] | None) -> None:
         )
 
 
-def check_inputs(inputs: Sequence[object], has_source_layer: bool) -> None:
+def check_inputs(inputs: Sequence[object], has_source_layer: bool, batch_dim: int) -> None:
     """Check what a model is called with.
 
     Raises:
@@ -140,10 +140,11 @@ def check_inputs(inputs: Sequence[object], has_source_layer: bool) -> None:
         return
     for value in tensors:
         _check_source(value)
-    if len({len(value) for value in tensors}) > 1:
+    examples = [value.shape[batch_dim] for value in tensors]
+    if len(set(examples)) > 1:
         raise ValueError(
-            f"inputs differ in their number of examples, {sorted(map(len, tensors))}: the first dimension of "
-            "each is the batch"
+            f"inputs differ in their number of examples, {sorted(examples)}: axis {batch_dim} of each is the "
+            "batch"
         )
 
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from captum_hta.jacobian.adjoint_check import agrees, has_path
 from captum_hta.jacobian.directions import directions_for
+from captum_hta.jacobian.example_check import refuse_mixed_examples, refuse_mixed_gradients
 from captum_hta.jacobian.forward import forward_energies
 from captum_hta.jacobian.forward_pass import ForwardPass, NoPathError
-from captum_hta.jacobian.linearize.linearization import Linearization
 from captum_hta.jacobian.linearize.recorder import NotLinearizableError
-from captum_hta.jacobian.linearize.tokenwise import halves, noise
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 from captum_hta.jacobian.norms import Energy, joined
 from captum_hta.jacobian.plan import Costs, Plan, plan
@@ -105,7 +104,7 @@ class _Run:
         if not agrees(self.forward_pass, derivative):
             reason = "the recorded derivative differs from autograd's (a custom backward function?)"
             return self._without_recording(NotLinearizableError(reason))
-        _refuse_mixed_examples(derivative, sources)
+        refuse_mixed_examples(derivative, sources)
         return self._pushed(derivatives, sources, resolved, chosen)
 
     def _pushed(
@@ -145,6 +144,7 @@ class _Run:
     def _reverse(self, chosen: Plan | None = None) -> Answer:
         """By backward passes alone; without a recording their operations are not counted."""
         with self.forward_pass.differentiable() as (sources, targets):
+            refuse_mixed_gradients(sources, targets)
             resolved = self._resolved(sources, targets)
             costs = self._costs([], sources, targets, resolved)
             if chosen is None:
@@ -226,23 +226,6 @@ def _counted(costs: Costs, pushes: Sequence[tuple[WindowedLinearization, int]], 
         preparation_flops=sum(one.preparation_flops(count) for one, count in pushes),
         preparation_bytes=sum(one.preparation_elements(count) for one, count in pushes) * element_size,
     )
-
-
-def _refuse_mixed_examples(derivative: Linearization, sources: Sequence[Tensor]) -> None:
-    """Raise if an example of the batch reaches another: all are carried at once, each for itself."""
-    if len(sources[0]) == 1:
-        return
-    for moves in halves(len(sources[0]), sources[0].device):
-        tangents = {
-            variable: noise(1, x) * moves[:, None, None]
-            for variable, x in zip(derivative.sources, sources, strict=True)
-        }
-        with torch.no_grad():
-            mixed = any(image[:, ~moves].any() for _, image in derivative.push(tangents))
-        if mixed:
-            raise ValueError(
-                "examples of the batch influence each other in this model: pass them one at a time"
-            )
 
 
 def _carried_out(

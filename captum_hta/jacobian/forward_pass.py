@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from captum_hta.jacobian.heads import HeadOutputs, known_heads, refuse_mixed_heads
 from captum_hta.jacobian.linearize.linearization import Linearization
 from captum_hta.jacobian.linearize.lost_derivatives import (
     Dependence,
@@ -50,7 +53,9 @@ class ForwardPass:
         source: The source: a site, or a module whose output it is; ``None``: the inputs are.
         at_input: Take the inputs of the targets' modules instead of their outputs.
         num_heads: Equal parts of a target ``[batch, position, width]``, ``None`` for one without a head axis;
-            a list has one for each target.
+            a list has one for each target. A target whose heads are known has them anyway.
+        batch_dim: The axis of sources and targets that is the batch: 0, or 1 for modules that take
+            ``[position, batch, width]``. Sources and targets are handed out with the batch first.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class ForwardPass:
         source: Module | Site | None = None,
         at_input: bool = False,
         num_heads: int | Sequence[int | None] | None = None,
+        batch_dim: int = 0,
     ) -> None:
         self.forward_func = forward_func
         self.inputs = inputs
@@ -70,17 +76,22 @@ class ForwardPass:
         self.source = None if source is None else as_site(source)
         each = num_heads if isinstance(num_heads, Sequence) else [num_heads] * len(self.layers)
         self.num_heads = tuple(each)
+        self.batch_dim = batch_dim
 
     def heads_of(self, targets: Sequence[Tensor]) -> list[int | None]:
         """For each target its number of heads, ``None`` for one without a head axis.
 
         Raises:
-            ValueError: If ``num_heads`` does not divide the width of a target, or differs from its heads.
+            ValueError: If ``num_heads`` does not divide the width of a target, differs from its heads, or is
+                asked for a target that mixes heads.
         """
-        return [
-            _heads(self.name(layer), target, count)
-            for layer, target, count in zip(self.layers, targets, self.num_heads, strict=True)
-        ]
+        found = []
+        for layer, target, count in zip(self.layers, targets, self.num_heads, strict=True):
+            known = None if layer.at_input else known_heads(self.forward_func, layer.module)
+            if count is not None and target.dim() == 3:
+                refuse_mixed_heads(self.name(layer), layer.module)
+            found.append(_heads(self.name(layer), target, count or known))
+        return found
 
     def linearize(self) -> tuple[Linearization, list[Tensor], list[Tensor]]:
         """The derivative of the targets, and the values of sources and targets.
@@ -162,30 +173,35 @@ class ForwardPass:
         if isinstance(self.forward_func, Module):
             refuse_batch_statistics(self.forward_func)
         found: dict[Site, Tensor] = {}
+        sources: list[Tensor] = []
         inputs = tuple(_plain(value) for value in self.inputs)
         extra = tree_map(_plain, self.extra)
         with ExitStack() as hooks:
-            source_seen: list[bool] = []
             if self.source is None:
-                inputs = tuple(enter(x) for x in inputs)
-                source_seen.append(True)
+                inputs = tuple(self._entered(x, enter, sources) for x in inputs)
             else:
-                hooks.callback(self._hook_source(self.source, enter, source_seen).remove)
-            for site in dict.fromkeys(self.layers):
-                hooks.callback(self._hook_target(site, found, source_seen).remove)
+                hooks.callback(self._hook_source(self.source, enter, sources).remove)
+            hooks.callback(self._hook_sequence_first(sources).remove)
+            self._hook_targets(found, sources, hooks)
             with suppress(LastTarget):
                 self.forward_func(*inputs, *extra)
         for site in self.layers:
             if site not in found:
                 raise ValueError(
-                    f"{self.name(site)} is not called in the forward pass: pass a module that "
-                    "forward_func runs on these inputs"
+                    f"{self.name(site)} is not called in the forward pass: pass a module that forward_func "
+                    "runs on these inputs (of a MultiheadAttention the module itself, which gives its heads)"
                 )
         return [found[site] for site in self.layers]
 
-    def _hook_source(self, site: Site, enter: Enter, seen: list[bool]) -> Any:
+    def _entered(self, x: Tensor, enter: Enter, sources: list[Tensor]) -> Tensor:
+        """A tensor of the caller's in the place of a source, handed over with the batch first."""
+        source = x.transpose(0, self.batch_dim)
+        sources.append(source)
+        return enter(source).transpose(0, self.batch_dim) if self.batch_dim else enter(source)
+
+    def _hook_source(self, site: Site, enter: Enter, sources: list[Tensor]) -> Any:
         def replaced(value: Any) -> Any:
-            if seen and site.call is None:
+            if sources and site.call is None:
                 raise ValueError(
                     f"{self.name(site)} is called more than once before the target: choose a module "
                     "that is called once"
@@ -193,26 +209,89 @@ class ForwardPass:
             what = self._what(site)
             x = only_tensor(value, what)
             _check_sequence(x, what)
-            seen.append(True)
-            return with_replaced(value, x, enter(x))
+            self._check_batch(x.shape, self.inputs[0], what)
+            return with_replaced(value, x, self._entered(x, enter, sources))
 
         return hook_site(site, replaced)
 
-    def _hook_target(self, site: Site, found: dict[Site, Tensor], source_seen: list[bool]) -> Any:
-        def keep(value: Any) -> None:
-            what = self._what(site)
-            if not source_seen:
+    def _check_batch(self, shape: Sequence[int], inputs: object, what: str) -> None:
+        """Raise if a source does not have the batch of the inputs, unless these are of a single example."""
+        if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+            return
+        if shape[self.batch_dim] not in (inputs.shape[0], inputs.shape[self.batch_dim]):
+            raise ValueError(self._other_batch(shape, inputs.shape[0], what))
+
+    def _other_batch(self, shape: Sequence[int], examples: int, what: str) -> str:
+        remedy = "batch_dim=1 where modules take [position, batch, width]"
+        if self.batch_dim:
+            remedy = "batch_dim=0 where modules take [batch, position, width]"
+        return (
+            f"{what} is {list(shape)}, so axis {self.batch_dim} is not the batch of {examples} "
+            "(windows or beams, or the sequence comes first): choose a module whose tensor has the batch "
+            f"there, or pass {remedy}"
+        )
+
+    def _hook_sequence_first(self, sources: list[Tensor]) -> Any:
+        """Refuse modules that take for a sequence what is the batch of the source; alone, an example does not
+        show it by mixing with others.
+        """
+        thread = threading.get_ident()
+
+        def check(module: Module, args: Any) -> None:
+            if not isinstance(module, nn.MultiheadAttention | nn.RNNBase) or module.batch_first:
+                return
+            x = args[0] if args else None
+            if threading.get_ident() != thread or not sources or not isinstance(x, Tensor) or x.dim() != 3:
+                return
+            batch, tokens = sources[-1].shape[:2]
+            if x.shape[:2] == (batch, tokens) and batch != tokens:
                 raise ValueError(
-                    f"{self.name(site)} is called before the source {self.name(self.source)}, if that is "
-                    "called at all: choose a source that the forward pass reaches first"
+                    f"{self.name(Site(module))} takes [position, batch, width] (batch_first=False), but gets "
+                    f"{list(x.shape)} with a batch of {batch} first: pass batch_dim=1 with inputs "
+                    "[position, batch, ...], or build it with batch_first=True"
                 )
-            target = only_tensor(site.pick(value), what)
-            _check_sequence(target, what, heads=True)
-            found[site] = target.clone()  # as it is now, whatever is written to it later
-            if len(found) == len(set(self.layers)):
-                raise LastTarget
+
+        return register_module_forward_pre_hook(check)
+
+    def _hook_targets(self, found: dict[Site, Tensor], sources: list[Tensor], hooks: ExitStack) -> None:
+        attention: dict[nn.MultiheadAttention, Site] = {}
+        for site in dict.fromkeys(self.layers):
+            if isinstance(site.module, nn.MultiheadAttention) and not site.at_input:
+                attention[site.module] = site
+            else:
+                hooks.callback(self._hook_target(site, found, sources).remove)
+
+        def keep(module: nn.MultiheadAttention, heads: Tensor) -> None:
+            self._keep(attention[module], heads, found, sources, batch_dim=0)
+
+        if attention:
+            hooks.enter_context(HeadOutputs(keep, list(attention)))
+
+    def _hook_target(self, site: Site, found: dict[Site, Tensor], sources: list[Tensor]) -> Any:
+        def keep(value: Any) -> None:
+            target = only_tensor(site.pick(value), self._what(site))
+            self._keep(site, target, found, sources, self.batch_dim)
 
         return hook_site(site, keep)
+
+    def _keep(
+        self, site: Site, target: Tensor, found: dict[Site, Tensor], sources: list[Tensor], batch_dim: int
+    ) -> None:
+        """Check a target and keep it as it is now, whatever is written to it later, with the batch first."""
+        what = self._what(site)
+        if not sources:
+            raise ValueError(
+                f"{self.name(site)} is called before the source {self.name(self.source)}, if that is "
+                "called at all: choose a source that the forward pass reaches first"
+            )
+        _check_sequence(target, what, heads=True)
+        examples = len(sources[-1])
+        if target.shape[batch_dim] != examples:
+            raise ValueError(self._other_batch(target.shape, examples, what))
+        kept = target.clone()
+        found[site] = kept.transpose(0, batch_dim) if batch_dim else kept
+        if len(found) == len(set(self.layers)):
+            raise LastTarget
 
     def _what(self, site: Site) -> str:
         return f"the {'input' if site.at_input else 'output'} of {self.name(site)}"
