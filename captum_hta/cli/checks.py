@@ -64,9 +64,9 @@ def probes_or_exact(
     if exact and (probes is not None or tolerance is not None):
         raise UserError("--exact takes no probes: leave out --probes and --tolerance")
     choice("norm", norm, NORMS)
-    if norm == "spectral" and (probes is not None or tolerance is not None):
-        raise UserError("--probes and --tolerance do not estimate a spectral norm: leave them out")
+    if NORMS[norm] is not None and (probes is not None or tolerance is not None):
+        raise UserError(f"--probes and --tolerance do not estimate a {norm} norm: leave them out")
     Query(norm=norm, n_probes=probes, tolerance=tolerance)
-    if exact or norm == "spectral":
+    if exact or NORMS[norm] is not None:
         return None
     return probes if probes is not None or tolerance is not None else default

@@ -259,6 +259,7 @@ class OneStudy:
 
     def _announce(self, model: Model, texts: list[Text], settings: StudySettings) -> int:
         """Print about what the study will cost; returns the number of texts that are cut."""
+        from captum_hta.jacobian.norms import NORMS
         from captum_hta.texts import encoded, missing_tokens
 
         lengths, cut = [], 0
@@ -267,7 +268,7 @@ class OneStudy:
             lengths.append(len(encoding))
             cut += missing_tokens(model, text, encoding) > 0
         layers = named_layers(settings.layers, model)
-        hidden = settings.norm != "spectral"
+        hidden = NORMS[settings.norm] is None
         print_forecasts(model, lengths, layers, settings.norm, settings.n_probes, settings.tolerance, hidden)
         return cut
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import SupportsIndex
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 
-def choice(name: str, value: object, choices: Sequence[str]) -> str:
+def choice(name: str, value: object, choices: Collection[str]) -> str:
     """One of several words.
 
     Raises:

@@ -8,13 +8,13 @@ sweep over ``tokens * D`` tangents gives every layer, head and query, exactly:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
-from captum_hta.jacobian.norms import Energy, accumulation_dtype, energies, largest_eigenvalue
+from captum_hta.jacobian.norms import NORMS, Energy, accumulation_dtype, energies
 from captum_hta.jacobian.precision import matmul_precision
 from captum_hta.jacobian.query import ResolvedQuery
 
@@ -73,8 +73,8 @@ class Columns:
         if not self._totals:
             self._allocate(tangents)
         for token, part in enumerate(tangents, first):
-            if self.norm == "spectral":
-                self._add_gram(token, part, last_part)
+            if (of_gram := NORMS[self.norm]) is not None:
+                self._add_gram(token, part, last_part, of_gram)
                 continue
             energy = energies(part, self.norm).mT
             self.sums[token] += energy.sum(0)
@@ -87,14 +87,16 @@ class Columns:
         for _ in range(1 + self._with_squares):
             self._totals.append(torch.zeros(shape, dtype=dtype, device=tangents.device))
 
-    def _add_gram(self, token: int, part: Tensor, last_part: bool) -> None:
+    def _add_gram(
+        self, token: int, part: Tensor, last_part: bool, of_gram: Callable[[Tensor], Tensor]
+    ) -> None:
         """The Gram matrix over directions, and its norm as soon as all directions are in."""
         part = part.to(accumulation_dtype(part.device))
         gram = torch.einsum("nbqhd,nbqhe->bhqde", part, part)
         if token in self._gram:
             gram += self._gram.pop(token)
         if last_part:
-            self.sums[token] = largest_eigenvalue(gram)
+            self.sums[token] = of_gram(gram)
         else:
             self._gram[token] = gram
 

@@ -8,13 +8,12 @@ over the tangents (or cotangents) that span the block, so it is what the modes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-NORMS = ("frobenius", "spectral", "sum")
 SMALLEST_LENGTH = 1e-15
 """Vectors that are longer than this have no squares that matter below the range of float32."""
 
@@ -62,6 +61,17 @@ def largest_eigenvalue(gram: Tensor) -> Tensor:
     """The squared spectral norm of a Jacobian from its Gram matrix ``[..., d_head, d_head]``."""
     largest: Tensor = torch.linalg.eigvalsh(gram)[..., -1]
     return largest.clamp_min(0)
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "frobenius": None,
+    "spectral": largest_eigenvalue,
+    "sum": None,
+}
+"""Every norm ``r``. One that needs all rows of a Jacobian ``J`` together is a function from the Gram matrix
+``J J^T``, ``[..., d_head, d_head]``, to ``r ** 2``, ``[...]``; to add such a norm, add it here. The others,
+for which ``None`` stands, add up over single tangents: see :func:`energies`.
+"""
 
 
 def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:

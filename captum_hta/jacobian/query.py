@@ -73,10 +73,10 @@ class Query:
         self._check_direction()
 
     def _check_estimate(self) -> None:
-        if self.norm == "spectral" and self.is_estimate:
+        if NORMS[self.norm] is not None and self.is_estimate:
             raise ValueError(
-                "probes do not estimate a spectral norm: leave out n_probes and tolerance, or use the norm "
-                "'frobenius'"
+                f"probes do not estimate a {self.norm} norm: leave out n_probes and tolerance, or use the "
+                "norm 'frobenius'"
             )
         if self.n_probes == 1 and self.tolerance is not None:
             raise ValueError(ONE_PROBE)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from captum_hta.jacobian.forward_pass import ForwardPass
-from captum_hta.jacobian.norms import Energy, accumulation_dtype, largest_eigenvalue
+from captum_hta.jacobian.norms import NORMS, Energy, accumulation_dtype
 from captum_hta.jacobian.query import ResolvedQuery, joined_heads
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ class _Rows:
         return [Energy(torch.unflatten(total, 0, shape).permute(2, 1, 0, 3)) for total in sums]
 
     def _chunks(self, rows: int, chunk: int) -> Sequence[Tensor]:
-        """Chunks of row numbers; a spectral norm needs all rows of a block together."""
-        if self.resolved.query.norm == "spectral":
+        """Chunks of row numbers; a norm of the Gram matrix needs all rows of a block together."""
+        if NORMS[self.resolved.query.norm] is not None:
             chunk = max(chunk // self.components, 1) * self.components
         return torch.split(torch.arange(rows, device=self.target.device), chunk)
 
@@ -109,12 +109,13 @@ class _Rows:
 
     def _add(self, total: Tensor, blocks: Tensor, gradients: Tensor) -> None:
         """Add the energies of gradients ``[row, batch, key, width]`` to those of their block."""
-        if self.resolved.query.norm != "spectral":
+        of_gram = NORMS[self.resolved.query.norm]
+        if of_gram is None:
             total.index_add_(0, blocks, gradients.square().sum(-1))
             return
         grouped = torch.unflatten(gradients, 0, (-1, self.components))
         gram = torch.einsum("gcbkw,gebkw->gbkce", grouped, grouped)
-        total[blocks[:: self.components]] = largest_eigenvalue(gram)
+        total[blocks[:: self.components]] = of_gram(gram)
 
 
 def _gradients(target: Tensor, sources: Sequence[Tensor], cotangents: Tensor) -> list[Tensor | None]:

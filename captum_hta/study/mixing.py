@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from captum_hta.jacobian.norms import NORMS
 from captum_hta.statistics.accumulators import Accumulator, Distribution, RowMean
 from captum_hta.study.analysis import Analysis, Dimensions, TextResult
 
@@ -45,8 +46,8 @@ class Mixing(Analysis):
 
     @classmethod
     def applies(cls, corpus: EncodedCorpus) -> bool:
-        """To self-attention; not with the spectral norm, which is slow for a target as wide as the model."""
-        return corpus.is_self_attention and corpus.settings.norm != "spectral"
+        """To self-attention; not with norms of the Gram matrix, slow for a target as wide as the model."""
+        return corpus.is_self_attention and NORMS[corpus.settings.norm] is None
 
     @property
     def accumulators(self) -> dict[str, Accumulator]:
