@@ -674,7 +674,7 @@ def test_proof_catches_wrong_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(attention, pattern=2 * attention.pattern)
 
     monkeypatch.setattr(TransformerLensModel, "_attention", wrong)
-    with pytest.raises(ValueError, match=r"does not fit BertForMaskedLM.*pattern"):
+    with pytest.raises(ValueError, match=r"heads of BertForMaskedLM are off its patterns times its values"):
         load_model(tiny_bert(), WordTokenizer())
 
 
