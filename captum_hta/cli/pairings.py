@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +11,10 @@ from typing import TypeVar
 from captum_hta.cli.errors import UserError
 
 STANDARD_INPUT = Path("-")
-STANDARD_INPUT = Path("-")
+RESULTS = {
+    "centres_of_mass.csv", "layers.csv", "centre_of_attention.png", "centre_of_input.png", "report.html",
+}  # fmt: skip
+"""Files that the comparison of several studies writes next to their folders."""
 _Value = TypeVar("_Value")
 
 
@@ -57,11 +60,22 @@ def pairings(
             raise UserError(f"{name} is given {len(values)} times for {count} studies: give it once for each")
     if count > 1 and (sources == [STANDARD_INPUT] or sources.count(STANDARD_INPUT) > 1):
         raise UserError("standard input can be read only once: save it to a file")
+    _check_characters(columns)
     named = [
         Pairing(_at(models, run), _at(sources, run), _fields(_at(fields, run)), _at(labels, run))
         for run in range(count)
     ]
     return named if count == 1 else _labelled(named)
+
+
+def _check_characters(columns: Mapping[str, Sequence[object]]) -> None:
+    """Raise if a name cannot be written to the record of a study."""
+    for option, values in columns.items():
+        for value in map(str, values):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{option} {value!r} is not UTF-8: rename it") from None
 
 
 def _at(values: Sequence[_Value], run: int) -> _Value | None:
@@ -95,6 +109,9 @@ def _labelled(runs: Sequence[Pairing]) -> list[Pairing]:
     twice = sorted({name for name in folders if folders.count(name) > 1})
     if twice:
         raise UserError(f"two studies would be called {', '.join(twice)!r}: give each its own --label")
+    taken = sorted(RESULTS & set(folders))
+    if taken:
+        raise UserError(f"{taken[0]!r} is the name of a result: give that study another --label")
     return labelled
 
 

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator
+
+from captum_hta.views.heatmaps import drawable
+
+LONGEST_LABEL = 32
+"""Characters of a label in a legend."""
 
 
 def draw_layer_axis(axis: Axes, layers: Sequence[int], ticks: int = 16) -> None:
@@ -25,6 +31,20 @@ def draw_grid(axis: Axes) -> None:
     """Draw horizontal lines behind the data."""
     axis.grid(axis="y", color="0.92")
     axis.set_axisbelow(True)
+
+
+def draw_legend(axis: Axes, lines: Sequence[Line2D], labels: Sequence[str]) -> None:
+    """Draw a legend to the right of the axes, with any labels.
+
+    Labels are shown as they are, neither as mathematics nor hidden because they begin with an underscore.
+    Long ones are cut, and labels with characters that the font lacks are shown by their numbers.
+    """
+    legend = axis.legend(
+        lines, list(map(str, range(len(lines)))), frameon=False, loc="center left", bbox_to_anchor=(1, 0.5)
+    )
+    for text, label in zip(legend.get_texts(), drawable(labels), strict=True):
+        text.set_parse_math(False)
+        text.set_text(label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…")
 
 
 def width(layers: Sequence[int]) -> float:

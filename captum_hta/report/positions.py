@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from captum_hta.report.labelled_study import LabelledStudy, stacked
-from captum_hta.report.over_layers import course, draw_layer_axis
+from captum_hta.report.over_layers import course, draw_layer_axis, draw_legend
 from captum_hta.report.page import CaptionedFigure, Section
 from captum_hta.study.positions import QUANTITIES, RelativePositions
 from captum_hta.study.run import Study
@@ -222,11 +222,12 @@ def centres_of_studies_figure(centres: pd.DataFrame, quantity: str) -> Figure:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 3.6), layout="constrained")
         axis = figure.subplots()
+        lines = []
         for label, shade, marker in zip(labels, shades, itertools.cycle("osD^v"), strict=False):
             mean = table[table["label"] == label].groupby("layer")["centre_of_mass"].mean()
-            axis.plot(mean.index, mean, marker=marker, markersize=4, color=shade, label=label)
+            lines += axis.plot(mean.index, mean, marker=marker, markersize=4, color=shade)
         _draw_centre_axes(axis, table)
-        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        draw_legend(axis, lines, labels)
     return figure
 
 

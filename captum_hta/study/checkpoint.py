@@ -1,7 +1,8 @@
-"""Results of finished parts of a long run on disk, so that it goes on where it was stopped."""
+"""Finished parts of a long run on disk, so that it continues where it was stopped."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -10,32 +11,39 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]
 
 
 class OtherRunError(ValueError):
-    """The folder holds parts of another run."""
+    """The folder has parts of another run."""
 
 
 class Shards:
-    """A folder of parts, each a file that is written whole and then renamed.
+    """A folder of finished parts of a run, each a file that is written as a whole.
+
+    Every file has the digest of its run, its own name and a checksum of its arrays in its header, so that a
+    file of another run, a renamed file or a damaged file is never taken for a result.
 
     Args:
-        folder: Made if it is missing.
+        folder: The folder; made if it is missing.
         facts: What decides the numbers of the run: arguments, model, data.
 
+    Attributes:
+        digest: Digest of the facts.
+
     Raises:
-        OtherRunError: If the folder holds parts of a run with other facts; names them.
-        OSError: If the folder cannot be written.
+        OtherRunError: If the folder has parts of a run with other facts; names them.
+        OSError: If the folder cannot be written, or its settings cannot be read.
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         facts = json.loads(json.dumps(dict(facts)))
+        self.digest = _digest(json.dumps(facts, sort_keys=True).encode())
         known = self._read_facts()
         if known is None:
             text = json.dumps(facts, indent=2)
@@ -45,35 +53,71 @@ class Shards:
 
     def _read_facts(self) -> dict[str, Any] | None:
         path = self.folder / "settings.json"
-        return json.loads(path.read_text("utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            facts = json.loads(path.read_text("utf-8"))
+            if not isinstance(facts, dict):
+                raise ValueError("it is not a JSON object")
+        except ValueError as error:
+            raise OSError(
+                f"{path} cannot be read ({error}): delete it, and finished parts are checked one by one"
+            ) from error
+        return facts
 
-    def _path(self, part: int | str) -> Path:
-        return self.folder / f"{part if isinstance(part, str) else f'{part:06}'}.safetensors"
+    def _path(self, name: int | str) -> Path:
+        return self.folder / f"{name if isinstance(name, str) else f'{name:06}'}.safetensors"
 
-    def __contains__(self, part: int | str) -> bool:
-        return self._path(part).exists()
+    def __contains__(self, name: int | str) -> bool:
+        return self._path(name).exists()
 
-    def write(self, part: int | str, arrays: Mapping[str, Array]) -> None:
-        """Keep the part of that number or name."""
-        contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-        write_whole(self._path(part), lambda path: save_file(contiguous, path))
+    def write(self, name: int | str, arrays: Mapping[str, Array]) -> None:
+        """Keep the arrays under that number or name."""
+        contiguous = {key: np.asarray(array, order="C") for key, array in arrays.items()}
+        path = self._path(name)
+        header = {"run": self.digest, "name": path.name, "checksum": _checksum(contiguous)}
+        write_whole(path, lambda part: save_file(contiguous, part, header))
 
-    def read(self, part: int | str) -> dict[str, Array]:
-        """The part of that number or name.
+    def read(self, name: int | str) -> dict[str, Array]:
+        """The arrays under that number or name.
 
         Raises:
-            OSError: If it cannot be read; says what to do.
+            OtherRunError: If the file is of another run; names it.
+            OSError: If it cannot be read or is damaged; says what to do.
         """
+        path = self._path(name)
         try:
-            return load_file(self._path(part))
-        except (OSError, SafetensorError) as error:
-            raise OSError(
-                f"{self._path(part)} cannot be read ({error}): delete it, and it is computed again"
-            ) from error
+            with safe_open(path, "numpy") as file:
+                header = file.metadata() or {}
+                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise OSError(f"{path} cannot be read ({error}): delete it, and it is computed again") from error
+        if header.get("run") != self.digest or header.get("name") != path.name:
+            raise OtherRunError(
+                f"{path} is not a part of this run, which has other arguments, model or data: delete it, and "
+                "it is computed again, or name another folder"
+            )
+        if header.get("checksum") != _checksum(arrays):
+            raise OSError(f"{path} is damaged, its checksum differs: delete it, and it is computed again")
+        return arrays
+
+
+def _checksum(arrays: Mapping[str, Array]) -> str:
+    """A digest of the names, types, shapes and values of arrays."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` write a file such that it is there whole, or not at all.
+    """Call ``write`` such that the file is there as a whole, or not at all.
 
     Raises:
         OSError: If the file cannot be written; names it and what to do.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from captum_hta.study.checkpoint import write_whole
+from captum_hta.study.outputs import is_intact
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +25,10 @@ Matrices = dict[str, NDArray[Any]]
 """The matrices of a text by name, and the labels of its tokens."""
 KEPT = "contributions"
 """Name of the folder of the matrices."""
+RUN = "run"
+"""Name of the digest of the run in a file of matrices."""
+UNREADABLE = (OSError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile)
+"""Errors of reading a damaged file; a damaged zip header can name a compression that is not known."""
 
 
 def open_study(folder: str | Path) -> StudyFolder:
@@ -62,14 +70,23 @@ class StudyFolder:
     @cached_property
     def run(self) -> dict[str, Any]:
         """The record of the run: model, arguments, counts, findings, seconds, versions."""
-        return json.loads((self.folder / "run.json").read_text("utf-8"))
+        path = self.folder / "run.json"
+        with _named(path):
+            record = json.loads(path.read_text("utf-8"))
+            if not isinstance(record, dict):
+                raise ValueError("it is not a JSON object")
+        return record
 
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
         """The tables by their names, such as ``"correlations"``."""
         import pandas as pd
 
-        return {path.stem: pd.read_csv(path) for path in sorted(self.folder.glob("*.csv"))}
+        tables = {}
+        for path in sorted(self.folder.glob("*.csv")):
+            with _named(path):
+                tables[path.stem] = pd.read_csv(path)
+        return tables
 
     @cached_property
     def _files(self) -> dict[int, Path]:
@@ -80,10 +97,16 @@ class StudyFolder:
                 f"{self.folder} kept no contributions: repeat the study with --keep-contributions and "
                 "another --out"
             )
-        found = {}
+        found: dict[int, Path] = {}
         for path in files:
-            with np.load(path) as archive:
-                found |= {int(name.partition("/")[0]): path for name in archive.files}
+            with _named(path), np.load(path) as archive:
+                found |= {int(name.partition("/")[0]): path for name in archive.files if name != RUN}
+        missing = sorted(set(range(self.run.get("counts", {}).get("examples", 0))) - found.keys())
+        if missing:
+            raise ValueError(
+                f"{self.folder / KEPT} lacks the matrices of {len(missing)} texts, the first is text "
+                f"{missing[0]}: repeat the command of the study, which computes them again"
+            )
         return dict(sorted(found.items()))
 
     def __len__(self) -> int:
@@ -103,24 +126,38 @@ class StudyFolder:
             KeyError: If there is no such text.
             ValueError: If no matrices were kept.
         """
-        matrices = ((name, array) for name, array in self._read(number) if array.dtype.kind == "f")
-        return {name: array.astype(np.float32) for name, array in matrices}
+        matrices = self._read(number)
+        return {name: array.astype(np.float32) for name, array in matrices.items() if array.dtype.kind == "f"}
 
     def tokens(self, number: int) -> list[str]:
         """Labels of the tokens of a text, the queries; raises as indexing does."""
-        return _labels(dict(self._read(number))["tokens"])
+        return _labels(self._read(number)["tokens"])
 
     def key_tokens(self, number: int) -> list[str]:
         """Labels of the keys, of another text for cross attention; raises as indexing does."""
-        kept = dict(self._read(number))
+        kept = self._read(number)
         return _labels(kept.get("keys", kept["tokens"]))
 
-    def _read(self, number: int) -> Iterator[tuple[str, NDArray[Any]]]:
-        with np.load(self._files[number]) as archive:
-            for name in archive.files:
-                owner, _, what = name.partition("/")
-                if int(owner) == number:
-                    yield what, archive[name]
+    def _read(self, number: int) -> Matrices:
+        path = self._files[number]
+        with _named(path), np.load(path) as archive:
+            own = [name for name in archive.files if name.startswith(f"{number}/")]
+            matrices = {name.partition("/")[2]: archive[name] for name in own}
+        return matrices
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raise a ``ValueError`` that names the file if it cannot be read or was changed since it was written."""
+    try:
+        if not is_intact(path):
+            raise ValueError("it is not as it was written")
+        yield
+    except UNREADABLE as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): delete it and repeat the command of the study, which writes it "
+            "again"
+        ) from error
 
 
 def _labels(array: NDArray[np.str_]) -> list[str]:
@@ -135,12 +172,27 @@ def check_nothing_kept(folder: Path) -> None:
         )
 
 
-def keep(folder: Path, shard: int, texts: Mapping[int, Matrices]) -> None:
+def is_kept(folder: Path, shard: int, run: str) -> bool:
+    """Whether the matrices of a shard of texts are there, as :func:`keep` wrote them in the same run."""
+    path = _kept_file(folder, shard)
+    try:
+        with np.load(path) as archive:
+            return RUN in archive.files and str(archive[RUN]) == run
+    except UNREADABLE:
+        return False
+
+
+def _kept_file(folder: Path, shard: int) -> Path:
+    return folder / KEPT / f"{shard:06}.npz"
+
+
+def keep(folder: Path, shard: int, texts: Mapping[int, Matrices], run: str) -> None:
     """Write the matrices of a shard of texts, compressed and in half precision.
 
     Args:
         folder: Folder of the study.
         shard: Number of the shard.
+        run: Digest of the run.
         texts: Matrices of each text by its number, with its ``"tokens"`` and, if they differ, ``"keys"``.
 
     Raises:
@@ -154,7 +206,7 @@ def keep(folder: Path, shard: int, texts: Mapping[int, Matrices]) -> None:
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+            np.savez_compressed(file, **arrays, **{RUN: np.array(run)})
 
     (folder / KEPT).mkdir(parents=True, exist_ok=True)
-    write_whole(folder / KEPT / f"{shard:06}.npz", write)
+    write_whole(_kept_file(folder, shard), write)

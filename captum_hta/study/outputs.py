@@ -57,6 +57,12 @@ def write_outputs(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
     return [folder / name for name in contents]
 
 
+def is_intact(path: Path) -> bool:
+    """Whether a file is as it was written, as far as the manifest of its folder knows it."""
+    digests = _read_manifest(path.parent).get(path.name)
+    return digests is None or _digest(path.read_bytes()) in digests
+
+
 def _check_own(path: Path, known: Digests) -> None:
     """Raise a ``ForeignFileError`` if something else than a file of this package has this path."""
     if path.is_symlink():

@@ -31,9 +31,9 @@ from captum_hta.result import Contributions
 from captum_hta.statistics.correlations import Array
 from captum_hta.study.analyses import ANALYSES
 from captum_hta.study.analysis import Advance, Analysis, Dimensions, TextResult
-from captum_hta.study.checkpoint import Shards
+from captum_hta.study.checkpoint import OtherRunError, Shards
 from captum_hta.study.encoded_corpus import EncodedCorpus, special_tokens
-from captum_hta.study.folder import Matrices, keep
+from captum_hta.study.folder import Matrices, is_kept, keep
 from captum_hta.study.settings import HIDDEN, SOURCES, StudySettings
 from captum_hta.study.stopwatch import Stopwatch
 
@@ -226,39 +226,48 @@ def run(
     empty = partial(Study, corpus.dimensions, kinds, settings.exclude_special)
     study = empty()
     for number, groups in enumerate(corpus.shards(SHARD)):
-        if shards is not None and number in shards:
-            some = empty().restore(shards.read(number))
-            advance(corpus.share([row for group in groups for row in group]))
+        kept = kept_in is None or (shards is not None and is_kept(kept_in, number, shards.digest))
+        rows = np.array([row for group in groups for row in group])
+        if shards is not None and number in shards and kept:
+            some = empty().restore(_read_shard(shards, number, rows))
+            advance(corpus.share(rows.tolist()))
         else:
             some = empty()
-            _add_shard(some, corpus, number, groups, advance, kept_in)
+            matrices = _add_groups(some, corpus, groups, advance, keep=kept_in is not None)
+            if kept_in is not None:
+                with some.watch("keeping contributions"):
+                    keep(kept_in, number, matrices, "" if shards is None else shards.digest)
             if shards is not None:
-                shards.write(number, some.arrays())
+                shards.write(number, some.arrays() | {"rows": rows})
         study.merge(some)
     for analysis in study.analyses.values():
         analysis.finish(corpus, partial(_once, analysis.name, study.watch, shards, advance_last))
     return study
 
 
-def _add_shard(
-    study: Study,
-    corpus: EncodedCorpus,
-    number: int,
-    groups: Sequence[Sequence[int]],
-    advance: Advance,
-    kept_in: Path | None,
-) -> None:
-    """Add groups of texts, and keep their matrices if there is a folder for them."""
+def _read_shard(shards: Shards, number: int, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """The arrays of a shard, which must be of these texts."""
+    arrays = shards.read(number)
+    if not np.array_equal(arrays["rows"], rows):
+        raise OtherRunError(
+            f"part {number} in {shards.folder} has other texts, since texts were grouped otherwise: delete "
+            "that folder, and all is computed again"
+        )
+    return arrays
+
+
+def _add_groups(
+    study: Study, corpus: EncodedCorpus, groups: Sequence[Sequence[int]], advance: Advance, keep: bool
+) -> dict[int, Matrices]:
+    """Add groups of texts; returns their matrices by the numbers of the texts, if they are to be kept."""
     kept: dict[int, Matrices] = {}
     for rows in groups:
         matrices = study.add_group(corpus.model, [corpus.encoding(row) for row in rows], corpus.settings)
-        if kept_in is not None:
+        if keep:
             kept |= dict(zip(rows, matrices, strict=True))
         for row in rows:
             advance(corpus.share([row]))
-    if kept_in is not None:
-        with study.watch("keeping contributions"):
-            keep(kept_in, number, kept)
+    return kept
 
 
 def _once(

@@ -52,7 +52,7 @@ def undrawable(labels: Iterable[str]) -> list[int]:
     ]
 
 
-def _drawable(labels: Sequence[str]) -> list[str]:
+def drawable(labels: Sequence[str]) -> list[str]:
     """Labels with controls escaped, and the numbers of those that cannot be drawn."""
     without = set(undrawable(labels))
     return [f"#{number}" if number in without else escaped(label) for number, label in enumerate(labels)]
@@ -75,8 +75,8 @@ def heatmaps(
     Returns:
         A figure with one row of panels for each of ``rows``, on one colour scale a row.
     """
-    keys = _drawable(tokens if keys is None else keys)
-    tokens = _drawable(tokens)
+    keys = drawable(tokens if keys is None else keys)
+    tokens = drawable(tokens)
     width, height = _sides(len(keys), len(tokens), len(rows))
     with mpl.rc_context(STYLE):
         figure = Figure(
@@ -162,7 +162,7 @@ def overlays(
         A figure with one row of panels for each of ``rows``, on one colour scale a row. Titles say what
         comes from the tokens that have no place in the image.
     """
-    tokens = _drawable(tokens)
+    tokens = drawable(tokens)
     special = tokens[: len(tokens) - grid[0] * grid[1]]
     width, height = _image_sides(image, len(rows))
     with mpl.rc_context(STYLE):

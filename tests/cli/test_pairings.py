@@ -65,8 +65,26 @@ def test_labels_are_those_given() -> None:
         ({"files": (Path("-"), A, Path("-")), "labels": ("x", "y", "z")}, "only once"),
         ({"fields": ("a,b,c",)}, "must name one field or two"),
         ({"fields": ("a,",)}, "must name one field or two"),
+        ({"files": (A, B), "labels": ("x", "layers.csv")}, "'layers.csv' is the name of a result"),
+        ({"files": (A, B), "labels": ("x", "y\udcff")}, r"--label 'y\\udcff' is not UTF-8"),
+        ({"files": (A, Path("b\udcff"))}, r"--data 'b\\udcff' is not UTF-8"),
+        ({"models": ("m\udcff",)}, "--model"),
     ],
-    ids=["models", "labels", "fields", "twice", "alike", "stdin", "stdin twice", "three", "empty"],
+    ids=[
+        "models",
+        "labels",
+        "fields",
+        "twice",
+        "alike",
+        "stdin",
+        "stdin twice",
+        "three",
+        "empty",
+        "result",
+        "label not UTF-8",
+        "file not UTF-8",
+        "model not UTF-8",
+    ],
 )
 def test_what_does_not_fit(asked: dict, words: str) -> None:
     """The option and the numbers are named."""

@@ -307,7 +307,8 @@ def test_centres_of_studies_figure(quantity: str) -> None:
     table = of_studies(3, 5)
     figure = centres_of_studies_figure(table, quantity)
     *lines, _ = figure.axes[0].lines
-    assert [line.get_label() for line in lines] == ["study 0", "study 1", "study 2"]
+    shown = [text.get_text() for text in legend_of(figure).get_texts()]
+    assert shown == ["study 0", "study 1", "study 2"]
     for number, line in enumerate(lines):
         rows = table.query(f"label == 'study {number}' and quantity == '{quantity}'")
         expected = [rows[rows["layer"] == layer]["centre_of_mass"].mean() for layer in range(5 - number)]
@@ -348,6 +349,19 @@ def test_numbers_of_the_matrix_and_lines_of_methods() -> None:
             pytest.approx([0.9 - 0.1 * number] * 3) for number in range(5)
         ]
     assert [text.get_text() for text in legend_of(figure).get_texts()] == METHODS
+
+
+LABELS = ["_hidden", r"b $\frac{$", "日本語", "$x$", "a" * 60, "plain"]
+
+
+def test_any_label_is_in_the_legend() -> None:
+    """As it is, not hidden or read as mathematics; letters that the font lacks by number, long ones cut."""
+    table = tidy(quantity=["attention"], layer=range(2), head=range(2), label=LABELS)
+    figure = centres_of_studies_figure(table.assign(centre_of_mass=1.0), "attention")
+    assert_readable(figure)
+    texts = [text.get_text() for text in legend_of(figure).get_texts()]
+    assert texts == ["_hidden", r"b $\frac{$", "#2", "$x$", "a" * 31 + "…", "plain"]
+    assert figure.axes[0].get_window_extent().width > 200
 
 
 # --- that it can be read --------------------------------------------------------------------------

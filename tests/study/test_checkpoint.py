@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     shards = Shards(tmp_path, {})
     shards.write(1, {"a": np.ones(2)})
 
-    def full(arrays: dict, path: Path) -> None:
+    def full(arrays: dict, path: Path, header: dict) -> None:
         path.write_bytes(b"half a fi")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -162,6 +163,69 @@ def test_a_part_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "000001.safetensors").write_bytes(b"nonsense")
     with pytest.raises(OSError, match=r"000001\.safetensors cannot be read .*: delete it"):
         shards.read(1)
+
+
+@pytest.mark.parametrize("place", [0.1, 0.3, 0.6, 0.99], ids=str)
+def test_a_flipped_bit_is_refused_by_name(model: TransformerLensModel, tmp_path: Path, place: float) -> None:
+    """Wherever it is in the file; what is deleted is computed again, with the same numbers."""
+    expected = run(model, TEXTS, SETTINGS, shards=Shards(tmp_path, {"seed": 0}))
+    path = tmp_path / "000001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1
+    path.write_bytes(content)
+    with pytest.raises((OSError, OtherRunError), match=r"000001\.safetensors .*delete it"):
+        run(model, TEXTS, SETTINGS, shards=Shards(tmp_path, {"seed": 0}))
+    path.unlink()
+    assert_equal(run(model, TEXTS, SETTINGS, shards=Shards(tmp_path, {"seed": 0})), expected)
+
+
+@pytest.mark.parametrize("name", ["000002.safetensors", "identifiability.safetensors"])
+def test_a_part_of_another_run_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Even if its arrays have the same names and shapes."""
+    part = int(name.split(".")[0]) if name[0].isdigit() else "identifiability"
+    for seed in (0, 1):
+        Shards(tmp_path / str(seed), {"seed": seed}).write(part, {"a": np.full(3, float(seed))})
+    shutil.copy(tmp_path / "1" / name, tmp_path / "0" / name)
+    with pytest.raises(OtherRunError, match=f"{name} is not a part of this run"):
+        Shards(tmp_path / "0", {"seed": 0}).read(part)
+
+
+def test_other_groups_of_texts_are_refused(
+    model: TransformerLensModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a run that grouped texts otherwise would count some twice and others not at all."""
+    run(model, TEXTS, SETTINGS, shards=Shards(tmp_path, {}), analyses=[])
+    monkeypatch.setattr(study, "SHARD", 2)
+    with pytest.raises(OtherRunError, match=r"part 0 in .* has other texts"):
+        run(model, TEXTS, SETTINGS, shards=Shards(tmp_path, {}), analyses=[])
+
+
+def test_a_renamed_part_is_refused_by_name(tmp_path: Path) -> None:
+    """It has other texts."""
+    shards = Shards(tmp_path, {})
+    shards.write(1, {"a": np.zeros(2)})
+    (tmp_path / "000001.safetensors").rename(tmp_path / "000002.safetensors")
+    with pytest.raises(OtherRunError, match=r"000002\.safetensors"):
+        shards.read(2)
+
+
+def test_deleted_settings(tmp_path: Path) -> None:
+    """Parts still know their run: the same run continues, another is refused."""
+    Shards(tmp_path, {"seed": 0}).write(1, {"a": np.ones(2)})
+    (tmp_path / "settings.json").unlink()
+    other = Shards(tmp_path, {"seed": 1})
+    with pytest.raises(OtherRunError, match=r"000001\.safetensors"):
+        other.read(1)
+    (tmp_path / "settings.json").unlink()
+    np.testing.assert_array_equal(Shards(tmp_path, {"seed": 0}).read(1)["a"], np.ones(2))
+
+
+def test_damaged_settings_are_named(tmp_path: Path) -> None:
+    """With what to do."""
+    for content in ("{", "[]", ""):
+        (tmp_path / "settings.json").write_text(content)
+        with pytest.raises(OSError, match=r"settings\.json cannot be read .*delete it"):
+            Shards(tmp_path, {})
 
 
 KILLED = """

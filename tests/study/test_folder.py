@@ -17,7 +17,7 @@ from captum_hta.integrations import TransformersModel
 from captum_hta.report import one_study as report
 from captum_hta.study import run as study
 from captum_hta.study.checkpoint import Shards
-from captum_hta.study.folder import check_nothing_kept
+from captum_hta.study.folder import check_nothing_kept, keep
 from captum_hta.study.run import run
 from captum_hta.study.settings import StudySettings
 
@@ -132,3 +132,82 @@ def test_what_was_not_kept_is_computed_again(model: TransformerLensModel, tmp_pa
     with pytest.raises(OSError, match="contributions"):
         run(model, TEXTS[:1], SETTINGS, shards=Shards(tmp_path / "parts", {}), kept_in=tmp_path)
     assert 0 not in Shards(tmp_path / "parts", {})
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the finished study, to be damaged."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_deleted_matrices_are_named_and_made_again(
+    model: TransformerLensModel, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading says what is missing; the same run computes it again, and nothing else."""
+    monkeypatch.setattr(study, "SHARD", 1)
+    lost, *others = sorted((copied / "contributions").glob("*.npz"))
+    expected = np.load(lost)
+    contents = {name: expected[name] for name in expected.files}
+    expected.close()
+    times = {path: path.stat().st_mtime_ns for path in others}
+    lost.unlink()
+    with pytest.raises(ValueError, match=r"lacks the matrices of \d texts.*repeat the command"):
+        open_study(copied)[0]
+    run(model, TEXTS, SETTINGS, shards=Shards(copied / "parts", {}), kept_in=copied)
+    with np.load(lost) as again:
+        assert again.files == list(contents)
+        for name, array in contents.items():
+            np.testing.assert_array_equal(again[name], array)
+    assert {path: path.stat().st_mtime_ns for path in others} == times
+    assert len(open_study(copied)) == len(TEXTS)
+
+
+def test_matrices_of_another_run_are_made_again(
+    model: TransformerLensModel, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are told by the digest of their run."""
+    monkeypatch.setattr(study, "SHARD", 1)
+    first = sorted((copied / "contributions").glob("*.npz"))[0]
+    keep(copied, 0, {0: {"input": np.zeros((2, 2, 3, 3)), "tokens": np.array(["a"] * 3)}}, run="other")
+    run(model, TEXTS, SETTINGS, shards=Shards(copied / "parts", {}), kept_in=copied)
+    with np.load(first) as archive:
+        assert any(archive[name].any() for name in archive.files if name.endswith("/input"))
+
+
+@pytest.mark.parametrize("name", ["run.json", "correlations.csv", "contributions/000000.npz"])
+@pytest.mark.parametrize("size", ["half", "empty"])
+def test_cut_files_are_named(copied: Path, name: str, size: str) -> None:
+    """Whatever is read first."""
+    content = (copied / name).read_bytes()
+    (copied / name).write_bytes(content[: len(content) // 2] if size == "half" else b"")
+    with pytest.raises(ValueError, match=f"{Path(name).name} is damaged .*delete it"):
+        read_all(copied)
+
+
+@pytest.mark.parametrize("name", ["run.json", "correlations.csv", "contributions/000000.npz"])
+def test_flipped_bits_are_named_or_do_not_matter(copied: Path, name: str) -> None:
+    """No number is another one without a word."""
+    expected, content = read_all(copied), (copied / name).read_bytes()
+    named = 0
+    for place in range(0, len(content), max(1, len(content) // 20)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        (copied / name).write_bytes(damaged)
+        try:
+            found = read_all(copied)
+        except ValueError as error:
+            found, named = str(error), named + 1
+        assert found == expected or f"{Path(name).name} is damaged" in found
+    assert named > 10
+
+
+def read_all(folder: Path) -> str:
+    """The record, the tables and the matrices of a study."""
+    study = open_study(folder)
+    tables = {name: table.to_csv() for name, table in study.tables.items()}
+    matrices = {
+        number: {name: values.tolist() for name, values in study[number].items()}
+        | {"tokens": study.tokens(number)}
+        for number in study
+    }
+    return repr((study.run, tables, matrices))
