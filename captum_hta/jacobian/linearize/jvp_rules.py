@@ -39,9 +39,16 @@ def push_of(call: Call, read: set[int]) -> Push:
     """
     if call.rule is not None:
         return call.rule(call)
+    rule = _RULES.get(call.name, _generic)
     if read.intersection(call.outputs[1:]) and call.name not in _LINEAR:
-        return _generic(call)
-    return _RULES.get(call.name, _generic)(call)
+        rule = _generic
+    try:
+        return rule(call)
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, NotLinearizableError | torch.OutOfMemoryError):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise NotLinearizableError(f"{call.name} has no forward derivative: {reason}") from error
 
 
 def _generic(call: Call) -> Push:
@@ -52,12 +59,8 @@ def _generic(call: Call) -> Push:
         filled = _filled(tangents, primals)
         return torch.func.vmap(lambda *t: torch.func.jvp(call.apply, primals, t)[1])(*filled)
 
-    try:
-        with torch.no_grad():
-            push(*(primal.new_zeros(1, *primal.shape) for primal in primals))
-    except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise NotLinearizableError(f"{call.name} has no forward derivative: {reason}") from error
+    with torch.no_grad():  # an error shows now that there is no derivative
+        push(*(primal.new_zeros(1, *primal.shape) for primal in primals))
     return push
 
 

@@ -126,8 +126,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch g
         return self._variable.get(id(tensor))
 
     def _bind(self, tensor: Tensor) -> int:
+        """A new variable. Integers, such as the indices of ``topk``, have one too, but carry no tangent."""
         self._alive.append(tensor)
-        self._variable[id(tensor)] = len(self.shapes)
+        if tensor.is_floating_point() or tensor.is_complex():
+            self._variable[id(tensor)] = len(self.shapes)
         self.shapes.append(tuple(tensor.shape))
         return len(self.shapes) - 1
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
+from captum_hta import HiddenTokenAttribution
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.linearize.linearization import Linearization
 from captum_hta.jacobian.linearize.recorder import NotLinearizableError, Recorder
@@ -94,6 +96,7 @@ CASES = {
     "maximum": lambda x: torch.maximum(x, x.mean(-1, keepdim=True)),
     "max": lambda x: x.max(-1, keepdim=True).values * x,
     "top-k": lambda x: x.topk(2, -1).values,
+    "indices of top-k": lambda x: x.gather(-1, x.topk(2, -1).indices).sin() + x.sort(1).indices[..., :2],
     "norm": lambda x: x / x.norm(dim=-1, keepdim=True),
     "convolution": lambda x: F.conv1d(x.mT, W[:, :, None]).mT,
     "rotation": lambda x: x * B.cos() + torch.cat([-x[..., 2:], x[..., :2]], -1) * B.sin(),
@@ -166,6 +169,42 @@ def test_refuses_what_it_cannot_follow(function) -> None:
     """Writing in place is either followed rightly or refused, never followed wrongly."""
     with pytest.raises(NotLinearizableError, match="in place"):
         linearized(function, torch.randn(2, 5, 4, dtype=torch.float64))
+
+
+def test_operator_that_fails_in_forward_mode() -> None:
+    """PyTorch's own error, such as that of a fill of an expanded tensor, is the reason given."""
+    with pytest.raises(NotLinearizableError, match="masked_fill has no forward derivative: unsupported"):
+        linearized(
+            lambda x: x[..., None].expand(2, 5, 4, 3).masked_fill(MASK[..., None], 0).sum(-1),
+            torch.randn(2, 5, 4, dtype=torch.float64),
+        )
+
+
+@pytest.mark.parametrize("name", ["Mamba2", "Llama 4"])
+def test_models_with_unusual_operators(name: str) -> None:
+    """The default mode is the reverse mode, or another that gives the same."""
+    torch.manual_seed(0)
+    if name == "Mamba2":
+        config = transformers.Mamba2Config(
+            hidden_size=16, num_hidden_layers=2, vocab_size=99, state_size=4, num_heads=4, head_dim=8,
+            expand=2, n_groups=1, chunk_size=4,
+        )  # fmt: skip
+        model = transformers.Mamba2Model(config).double().eval()
+        target, source = model.layers[1].mixer.out_proj, model.embeddings
+    else:
+        config = transformers.Llama4TextConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            intermediate_size=24, vocab_size=99, max_position_embeddings=64, head_dim=8,
+            num_local_experts=2, intermediate_size_mlp=24, no_rope_layers=[1, 0],
+        )  # fmt: skip
+        model = transformers.Llama4TextModel(config).double().eval()
+        target, source = model.layers[1].self_attn.o_proj, model.embed_tokens
+    hta = HiddenTokenAttribution(model, target, source)
+    ids = torch.randint(5, 99, (1, 7))
+    found, reverse = (
+        hta.attribute(ids, attribute_to_neuron_input=True, mode=mode) for mode in (None, "reverse")
+    )
+    torch.testing.assert_close(found, reverse, rtol=1e-5, atol=1e-7)
 
 
 def test_flops_of_a_linear_layer() -> None:
