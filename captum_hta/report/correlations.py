@@ -102,7 +102,7 @@ def rows_left_out(study: Study) -> dict[str, str]:
     """The number of rows without a correlation and of all rows, for each source."""
     sums = study[Correlations].table().groupby("source")[["rows", "rows_left_out"]].sum()
     return {
-        QUANTITY_NAMES[source]: f"{sums.at[source, 'rows_left_out']} of {sums.loc[source].sum()}"
+        QUANTITY_NAMES[source]: f"{int(sums.loc[source, 'rows_left_out'])} of {int(sums.loc[source].sum())}"
         for source in SOURCES
     }
 

@@ -115,6 +115,6 @@ def _draw_line(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     if rows.empty:
         return
     low, high = (rows["identified"] + side * rows["identified_error"] for side in (-1, 1))
-    style = {"color": COLOURS[name], "marker": "o", "markersize": 3}
-    axis.plot(rows["layer"], rows["identified"], label=MAP_NAMES[name], **style)
-    axis.fill_between(rows["layer"], low, high, color=COLOURS[name], alpha=0.25, linewidth=0)
+    layers, colour = rows["layer"], COLOURS[name]
+    axis.plot(layers, rows["identified"], label=MAP_NAMES[name], color=colour, marker="o", markersize=3)
+    axis.fill_between(layers, low, high, color=colour, alpha=0.25, linewidth=0)

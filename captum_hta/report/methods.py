@@ -22,8 +22,7 @@ def agreement_figure(matrix: pd.DataFrame) -> Figure:
         figure = Figure(figsize=(side + 2.2, side + 1.6), layout="constrained")
         axis = figure.subplots()
         axis.imshow(matrix, cmap="magma_r", vmin=0, vmax=1)
-        for row, column in np.ndindex(matrix.shape):
-            value = matrix.iat[row, column]
+        for (row, column), value in np.ndenumerate(matrix.to_numpy(dtype=np.float64)):
             shade = "white" if value > 0.45 else "black"
             text = f"{value:.2f}" if np.isfinite(value) else "-"
             axis.text(column, row, text, ha="center", va="center", color=shade, fontsize=8)

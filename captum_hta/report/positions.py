@@ -199,10 +199,9 @@ def centre_figure(centres: pd.DataFrame, quantities: Sequence[str]) -> Figure:
             table = centres[centres["quantity"] == quantity]
             mean = table.groupby("layer")["centre_of_mass"].mean()
             places = table["layer"] + (shift if len(quantities) > 1 else 0)
-            points = {"s": 8, "color": COLOURS[quantity], "alpha": 0.5, "linewidths": 0}
-            axis.scatter(places, table["centre_of_mass"], **points)
-            label = QUANTITY_NAMES[quantity]
-            axis.plot(mean.index, mean, marker="o", color=COLOURS[quantity], label=label)
+            colour, label = COLOURS[quantity], QUANTITY_NAMES[quantity]
+            axis.scatter(places, table["centre_of_mass"], s=8, color=colour, alpha=0.5, linewidths=0)
+            axis.plot(mean.index, mean, marker="o", color=colour, label=label)
         _draw_centre_axes(axis, centres)
         axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(quantities))
     return figure

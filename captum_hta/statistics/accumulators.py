@@ -152,7 +152,7 @@ class OffsetHistogram(Accumulator):
     def offsets(self) -> Array:
         """The offsets of the histogram's bins."""
         longest = (len(self.counts) + 1) // 2
-        return np.arange(1 - longest, longest)
+        return np.arange(1.0 - longest, longest)
 
     def add(self, values: Array) -> None:
         """Add one example ``[layer, head, query, key]``.

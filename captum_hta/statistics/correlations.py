@@ -57,7 +57,7 @@ class StandardRows:
         """Standardise rows ``[..., key]``; for causal models ``[layer, head, query, key]``, among the keys
         that a query sees.
         """
-        seen = np.tri(*values.shape[-2:], dtype=bool)[None] if causal else None
+        seen = np.tri(*values.shape[-2:], dtype=np.bool_)[None] if causal else None
         return cls(in_sight(standard_values, values, seen), in_sight(standard_ranks, values, seen))
 
     def correlations(self, other: StandardRows) -> tuple[Array, Array]:
@@ -71,7 +71,8 @@ def attended(attention: Array) -> NDArray[np.bool_]:
     ``[layer, head, query, key]``.
     """
     queries, keys = attention.shape[-2:]
-    return (attention != 0).any(-3) | (np.eye(queries, keys, dtype=bool) if queries == keys else False)
+    seen: NDArray[np.bool_] = (attention != 0).any(-3)
+    return seen | np.eye(queries, keys, dtype=np.bool_) if queries == keys else seen
 
 
 def reached(attended: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -134,18 +135,18 @@ def _kendall(first: Array, second: Array) -> Array:
     together = np.einsum("...ij,...ij->...", one, two)
     pairs = np.einsum("...ij,...ij->...", one, one) * np.einsum("...ij,...ij->...", two, two)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return together / np.sqrt(pairs)
+        return np.asarray(together / np.sqrt(pairs), dtype=np.float64)
 
 
 def _top_overlap(first: Array, second: Array, top: int) -> Array:
     top = min(top, first.shape[-1])
     one, two = (np.argsort(-rows, axis=-1, kind="stable")[..., :top] for rows in (first, second))
-    return (one[..., :, None] == two[..., None, :]).any(-1).mean(-1)
+    return np.asarray((one[..., :, None] == two[..., None, :]).any(-1).mean(-1), dtype=np.float64)
 
 
 def _jensen_shannon(first: Array, second: Array) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):
-        return distance.jensenshannon(np.abs(first), np.abs(second), base=2, axis=-1)
+        return np.asarray(distance.jensenshannon(np.abs(first), np.abs(second), base=2, axis=-1))
 
 
 def standard_values(values: Array) -> Array:
@@ -180,7 +181,8 @@ def _ranks(values: Array) -> Array:
 def _standard(rows: Array, varied: NDArray[np.bool_]) -> Array:
     centred = rows - rows.mean(-1, keepdims=True) if rows.size else rows
     length = np.linalg.norm(centred, axis=-1, keepdims=True)
-    return np.divide(centred, length, out=np.full(rows.shape, np.nan), where=varied[..., None])
+    out: Array = np.divide(centred, length, out=np.full(rows.shape, np.nan), where=varied[..., None])
+    return out
 
 
 def in_sight(standard: Callable[[Array], Array], values: Array, seen: NDArray[np.bool_] | None) -> Array:
@@ -203,7 +205,7 @@ def in_sight(standard: Callable[[Array], Array], values: Array, seen: NDArray[np
     masks = np.broadcast_to(seen, (layers, *seen.shape[1:]))
     for query in range(rows.shape[1]):
         for where, keys in rows_alike(masks[:, query]):
-            at = np.ix_(where, range(rows.shape[2]), keys)
+            at = np.ix_(where, np.arange(rows.shape[2]), keys)
             out[:, query][at] = standard(rows[:, query][at])
     return out.swapaxes(1, 2)
 
@@ -212,5 +214,5 @@ def _varies(rows: Array) -> NDArray[np.bool_]:
     """Whether the values of a row differ by more than rounding, and are enough for a correlation."""
     if rows.shape[-1] < SHORTEST_ROW:
         return np.zeros(rows.shape[:-1], dtype=bool)
-    largest = np.abs(rows).max(-1)
-    return np.ptp(rows, axis=-1) > ROUNDING * largest
+    varies: NDArray[np.bool_] = np.ptp(rows, axis=-1) > ROUNDING * np.abs(rows).max(-1)
+    return varies

@@ -81,11 +81,10 @@ class Correlations(Analysis):
 
     def by_layer(self) -> pd.DataFrame:
         """Medians over heads, a row for each layer."""
-        medians = (
-            self.table().groupby(["layer", "source"])[["pearson", "spearman"]].median().unstack("source")
+        medians = self.table().pivot_table(
+            index="layer", columns="source", values=["pearson", "spearman"], aggfunc="median", dropna=False
         )
-        medians.columns = pd.Index([f"{measure}_{source}_median" for measure, source in medians.columns])
-        return medians
+        return medians.set_axis([f"{one[0]}_{one[1]}_median" for one in medians.columns], axis=1)
 
     def shares_of_heads(self) -> dict[str, float]:
         """Shares of heads whose attention correlates with the previous-layer contribution over

@@ -111,7 +111,8 @@ def matrix_correlations(first: Array, second: Array) -> Array:
     queries, keys = first.shape[-2:]
     seen = np.tri(queries, keys, dtype=bool) if is_causal(first) else np.ones((queries, keys), dtype=bool)
     one, two = (standard_values(matrices[..., seen]) for matrices in (first, second))
-    return np.einsum("lhk,lhk->lh", one, two).clip(-1, 1)
+    correlations: Array = np.einsum("lhk,lhk->lh", one, two).clip(-1, 1)
+    return correlations
 
 
 def _in_bin(correlations: Array, place: int, bins: int) -> Array:

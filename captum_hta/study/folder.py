@@ -72,7 +72,7 @@ class StudyFolder:
         """The record of the run: model, arguments, counts, findings, seconds, versions."""
         path = self.folder / "run.json"
         with _named(path):
-            record = json.loads(path.read_text("utf-8"))
+            record: dict[str, Any] = json.loads(path.read_text("utf-8"))
             if not isinstance(record, dict):
                 raise ValueError("it is not a JSON object")
         return record
@@ -198,7 +198,7 @@ def keep(folder: Path, shard: int, texts: Mapping[int, Matrices], run: str) -> N
     Raises:
         OSError: If they cannot be written.
     """
-    arrays = {
+    arrays: dict[str, Any] = {
         f"{number}/{name}": array.astype(np.float16) if array.dtype.kind == "f" else array
         for number, matrices in texts.items()
         for name, array in matrices.items()

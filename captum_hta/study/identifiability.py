@@ -183,15 +183,15 @@ def identify(
     rows_of_hits = np.zeros((*found.epochs.shape, sum(test_lengths)))
     with torch.inference_mode(False), without_autocast():
         for row, layer in enumerate(numbers):
-            sides = read_tokens(model, chosen, layer).split(found.sentences)
+            training, validation, test = read_tokens(model, chosen, layer).split(found.sentences)
             for at in np.ndindex(len(MAPS), len(DISTANCES)):
                 rows_of_hits[row][at], found.epochs[row][at] = hits(
-                    MAPS[at[0]], DISTANCES[at[1]], *sides, seed
+                    MAPS[at[0]], DISTANCES[at[1]], training, validation, test, seed
                 )
                 advance(1 / found.epochs.size)
     for values in np.split(rows_of_hits, np.cumsum(test_lengths)[:-1], axis=-1):
         found.identified.add(values)
-    found.unique = unique_share(sides[2])
+    found.unique = unique_share(test)
     return found
 
 
@@ -272,7 +272,7 @@ def unique_share(tokens: Tokens) -> float:
     """The share of tokens whose input embedding occurs only once in their text."""
     once = []
     for _, inputs in tokens.texts(tokens.hidden):
-        _, counts = inputs.unique(dim=0, return_counts=True)
+        _, counts = torch.unique(inputs, dim=0, return_counts=True)
         once.append(int((counts == 1).sum()))
     return sum(once) / sum(tokens.lengths)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -181,7 +181,7 @@ class Study:
     def layer_summary(self) -> pd.DataFrame | None:
         """A row for each layer, with the columns that analyses have for it; ``None`` without such columns."""
         columns = [table for one in self.analyses.values() if (table := one.by_layer()) is not None]
-        return columns[0].join(columns[1:]).reset_index() if columns else None
+        return reduce(lambda left, right: left.join(right), columns).reset_index() if columns else None
 
     def record(self) -> dict[str, Any]:
         """What the analyses add to ``run.json``."""
@@ -329,7 +329,8 @@ def _among(values: Array, kept: NDArray[np.bool_]) -> Array:
         return values
     rest = values[..., kept, :][..., kept]
     total = rest.sum(-1, keepdims=True)
-    return np.divide(rest, total, out=np.zeros_like(rest), where=total > 0)
+    out: Array = np.divide(rest, total, out=np.zeros_like(rest), where=total > 0)
+    return out
 
 
 def _effective(

@@ -45,12 +45,13 @@ class Tokens:
         ends = np.cumsum(sentences)
         lengths = [self.lengths[end - count : end] for count, end in zip(sentences, ends, strict=True)]
         tokens = [sum(side) for side in lengths]
-        sides = zip(self.hidden.split(tokens), self.inputs.split(tokens), lengths, strict=True)
+        sides = zip(torch.split(self.hidden, tokens), torch.split(self.inputs, tokens), lengths, strict=True)
         return [Tokens(*side) for side in sides]
 
     def texts(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The slice of values ``[token, ...]`` of each text, with its input embeddings."""
-        return zip(values.split(self.lengths), self.inputs.split(self.lengths), strict=True)
+        both = torch.split(values, self.lengths), torch.split(self.inputs, self.lengths)
+        return zip(*both, strict=True)
 
 
 class TokenMap(nn.Module):
@@ -82,12 +83,13 @@ class TokenMap(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden tokens ``[token, width]`` to input embeddings, of the same shape."""
-        return self.input_centre + self.input_scale * self.layers((hidden - self.centre) / self.scale)
+        mapped: Tensor = self.layers((hidden - self.centre) / self.scale)
+        return self.input_centre + self.input_scale * mapped
 
 
 def _linear(width: int, out: int, generator: torch.Generator) -> nn.Linear:
     """A linear map with weights from a generator, so that the global random state is left alone."""
-    layer = skip_init(nn.Linear, width, out)
+    layer: nn.Linear = skip_init(nn.Linear, width, out)  # type: ignore[no-untyped-call]
     nn.init.xavier_uniform_(layer.weight, generator=generator)
     nn.init.zeros_(layer.bias)
     return layer
@@ -135,13 +137,15 @@ def _train_once(
 ) -> None:
     """Train for one epoch."""
     order = torch.randperm(len(training.hidden), generator=generator).to(training.hidden.device)
-    for rows in order.split(min(BATCH, -(-len(order) // STEPS))):
+    for rows in torch.split(order, min(BATCH, -(-len(order) // STEPS))):
         optimiser.zero_grad()
-        _mean_distance(trained(training.hidden[rows]), training.inputs[rows], distance).backward()
+        loss = _mean_distance(trained(training.hidden[rows]), training.inputs[rows], distance)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
 
 
 def _mean_distance(mapped: Tensor, inputs: Tensor, distance: str) -> Tensor:
     if distance == "cosine":
         return (1 - cosine_similarity(mapped, inputs, dim=-1)).mean()
-    return torch.linalg.vector_norm(mapped - inputs, dim=-1).mean()
+    lengths: Tensor = torch.linalg.vector_norm(mapped - inputs, dim=-1)
+    return lengths.mean()

@@ -27,7 +27,9 @@ MOST_INCHES = 95.0
 """Inches of the heatmaps of a column together."""
 IMAGE_SIDE = 2.6
 """Inches of an image's longer side."""
-VEIL = ListedColormap(np.column_stack([mpl.colormaps["magma"].colors[::-1], np.linspace(0.1, 0.9, 256)]))
+VEIL = ListedColormap(
+    np.column_stack([mpl.colormaps["magma_r"](np.arange(256))[:, :3], np.linspace(0.1, 0.9, 256)])
+)
 """The colours of heatmaps, through which an image is seen where values are small."""
 CONTROLS = ("Cc", "Cf", "Zl", "Zp")
 """Unicode categories of control and format characters and of separators of lines and paragraphs."""
@@ -199,12 +201,12 @@ def _overlay(axis: Axes, image: NDArray[np.float64], values: NDArray[np.float64]
     """Values of patches over an image without its colours, which would be taken for them."""
     height, width = image.shape[:2]
     axis.imshow(image @ LUMINANCE, cmap="gray", vmin=-1, vmax=1)  # light
-    image = axis.imshow(
+    veil = axis.imshow(
         values, cmap=VEIL, norm=PowerNorm(0.5, vmin=0, vmax=top), interpolation="nearest",
         extent=(-0.5, width - 0.5, height - 0.5, -0.5),
     )  # fmt: skip
     axis.set_axis_off()
-    _colour_bar(axis, image)
+    _colour_bar(axis, veil)
 
 
 def _frame(axis: Axes, image: NDArray[np.float64], grid: tuple[int, int], patch: int) -> None:
