@@ -100,9 +100,10 @@ def _head_table(table: pd.DataFrame, source: str) -> Table:
 
 def rows_left_out(study: Study) -> dict[str, str]:
     """The number of rows without a correlation and of all rows, for each source."""
-    sums = study[Correlations].table().groupby("source")[["rows", "rows_left_out"]].sum()
+    by_source = study[Correlations].table().groupby("source")
+    rows, left_out = by_source["rows"].sum(), by_source["rows_left_out"].sum()
     return {
-        QUANTITY_NAMES[source]: f"{int(sums.loc[source, 'rows_left_out'])} of {int(sums.loc[source].sum())}"
+        QUANTITY_NAMES[source]: f"{left_out[source]} of {rows[source] + left_out[source]}"
         for source in SOURCES
     }
 

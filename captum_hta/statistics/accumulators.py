@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from captum_hta.statistics.correlations import Array
 
@@ -149,10 +150,10 @@ class OffsetHistogram(Accumulator):
         return cls(*(np.zeros(one) for one in (shape, bins, shape, shape, bins, bins)))
 
     @property
-    def offsets(self) -> Array:
+    def offsets(self) -> NDArray[np.int_]:
         """The offsets of the histogram's bins."""
         longest = (len(self.counts) + 1) // 2
-        return np.arange(1.0 - longest, longest)
+        return np.arange(1 - longest, longest)
 
     def add(self, values: Array) -> None:
         """Add one example ``[layer, head, query, key]``.
