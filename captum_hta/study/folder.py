@@ -202,11 +202,11 @@ def keep(folder: Path, shard: int, texts: Mapping[int, Matrices], run: str) -> N
         f"{number}/{name}": array.astype(np.float16) if array.dtype.kind == "f" else array
         for number, matrices in texts.items()
         for name, array in matrices.items()
-    }
+    } | {RUN: np.array(run)}
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
-            np.savez_compressed(file, **arrays, **{RUN: np.array(run)})
+            np.savez_compressed(file, **arrays)
 
     (folder / KEPT).mkdir(parents=True, exist_ok=True)
     write_whole(_kept_file(folder, shard), write)

@@ -151,7 +151,8 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         """Remember how a value depends on the sources."""
         where = storage_identity(tensor)
         if where not in self._known:
-            self._references.append(StorageWeakRef(tensor.untyped_storage()))
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._references.append(reference)
         self._known[where] = found
 
     def _dependences(self, tensors: Iterable[Tensor], recording: bool) -> Iterator[tuple[Tensor, Dependence]]:
