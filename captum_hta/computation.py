@@ -260,6 +260,7 @@ class _Store:
         self.errors: Tensor | None = None
         self.attention = torch.empty(*rows, model.num_heads, *square, dtype=dtype, device="cpu")
         self.plans: list[Plan] = []
+        self.probes: dict[int, int] = {}
 
     def add(
         self,
@@ -271,6 +272,8 @@ class _Store:
     ) -> None:
         """Keep the energies of the layers of some texts."""
         self.plans.extend(plans)
+        counts = [plan.probes for plan in plans if plan.probes is not None]
+        self.probes.update(dict.fromkeys(rows, min(counts)) if counts else {})
         for index, (layer, energy) in enumerate(zip(self.ends.layers, energies, strict=True)):
             values, errors = shares(_without_padding(energy, batch.keys))
             if self.ends.target == "layer":
@@ -301,6 +304,7 @@ class _Store:
             target=self.ends.target,
             norm=self.norm,
             model=self.model,
+            probes=[self.probes[row] for row in range(len(self.encodings))] if self.probes else None,
             plans=self.plans,
             encodings=list(self.encodings),
             keys=[encoding.tokens for encoding in self._key_encodings] if is_cross else None,

@@ -15,6 +15,8 @@ from captum_hta.texts import word_groups
 REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
 """How the values of the pieces of a word are combined, with PyTorch's name of each reduction."""
 
+EPSILON = torch.finfo(torch.float64).eps
+
 
 @dataclass(frozen=True, repr=False)
 class Contributions:
@@ -29,6 +31,7 @@ class Contributions:
         layers: The layer numbers of the layer axis.
         source, target, norm: The arguments of :func:`captum_hta.contributions`.
         model: The name of the model.
+        probes: The number of probes of each source token, for each text; ``None`` for exact values.
         plans: How the contributions of each batch of texts were computed.
         encodings: The texts as the model read them; ``None`` for contributions of words.
         cut: The number of tokens that truncation removed from each text; ``None`` if it was not allowed.
@@ -44,6 +47,7 @@ class Contributions:
     target: str
     norm: str
     model: str
+    probes: list[int] | None = None
     plans: list[Plan] = field(default_factory=list)
     encodings: list[Encoding] | None = None
     cut: list[int] | None = None
@@ -67,9 +71,50 @@ class Contributions:
             self._mapped(lambda values: values[index][None, ..., :queries, :keys]),
             tokens=[self.tokens[index]],
             encodings=None if self.encodings is None else [self.encodings[index]],
+            probes=None if self.probes is None else [self.probes[index]],
             cut=None if self.cut is None else [self.cut[index]],
             keys=None if self.keys is None else [self.keys[index]],
         )
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        r"""Confidence intervals of the values.
+
+        With few probes the standard error is itself uncertain, and estimates of small shares are skewed. So
+        Student's t with ``probes - 1`` degrees of freedom is used, for the logit of the share :math:`c`,
+
+        .. math:: \operatorname{logit} c \pm t \, \frac{\sigma}{c (1 - c)} ,
+
+        by the delta method; it stays within 0 and 1. Exact values are their own intervals, and with a single
+        probe the interval is all of 0 to 1.
+
+        Args:
+            level: The share of intervals that hold the exact value.
+
+        Returns:
+            The lower and the upper limits, of the shape of ``values``.
+
+        Raises:
+            ValueError: If the level is not between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level must be between 0 and 1, such as 0.95, got {level!r}")
+        if self.standard_error is None or self.probes is None:
+            return self.values.clone(), self.values.clone()
+        from scipy.stats import t  # takes long to import
+
+        freedom = torch.tensor(self.probes, dtype=torch.float64).sub(1).clamp_min(1)
+        quantiles = torch.from_numpy(t.ppf((1 + level) / 2, freedom)).reshape(
+            -1, *(1,) * (self.values.dim() - 1)
+        )
+        share, error = self.values.double(), self.standard_error.double()
+        tiny = torch.finfo(torch.float64).eps
+        centre = share.clamp(tiny, 1 - tiny)
+        half = quantiles * error / (centre * (1 - centre))
+        low, high = (
+            torch.where(error > 0, (centre.logit() + side * half).sigmoid(), share).to(self.values.dtype)
+            for side in (-1, 1)
+        )
+        return low, high
 
     def to_words(self, reduction: str = "sum") -> Contributions:
         """Contributions of words to words, for models whose tokens are pieces of words.

@@ -15,6 +15,10 @@ PAIR = ("one two three", "four five")
 TEXTS = ["a b c d e f g", "h i j k l m", PAIR, "n", "o p q r s t u"]
 """Texts of 3 to 9 tokens; some share a padded batch, and one is alone."""
 LENGTHS = [9, 8, 8, 3, 9]
+SENTENCES = [
+    "Dogs bark.", "The cat sat.", "It rained all night.", "She sold the old car.", "Nobody came.",
+    "Birds sing early.", "He lost his keys.", "Snow fell on the hills.", "They left.", "Prices rose again.",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +146,59 @@ def test_words_errors(minilm, bert) -> None:
         result.to_words().to_words()
     with pytest.raises(ValueError, match="fast tokenizer"):
         contributions(bert, "a b").to_words()
+
+
+# --- intervals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"target": "layer"}, {"multiply_by_inputs": True}], ids=str)
+def test_intervals_hold_the_exact_values(minilm: TransformerLensModel, options: dict) -> None:
+    """Of the intervals of level 95%, 93 to 97% hold the exact value, however few the probes.
+
+    The entries of a text share their probes, so that many texts and seeds are needed.
+    """
+    options = options | {"layers": [1]}
+    exact = contributions(minilm, SENTENCES, **options).values
+    real = ~exact.isnan()
+    for n_probes in (8, 16, 32):
+        held = []
+        for seed in range(4):
+            found = contributions(minilm, SENTENCES, n_probes=n_probes, seed=seed, **options)
+            low, high = found.interval()
+            held.append(((low <= exact) & (exact <= high))[real].double().mean())
+        assert 0.93 <= torch.stack(held).mean() <= 0.97
+
+
+def test_intervals_of_other_results(tiny: TransformerLensModel) -> None:
+    """Exact values are their own intervals; one probe says nothing; padding is NaN; words have intervals."""
+    result = contributions(tiny, TEXTS)
+    low, high = result.interval()
+    assert low.allclose(result.values, equal_nan=True)
+    assert high.allclose(result.values, equal_nan=True)
+    one = contributions(tiny, "a b c", n_probes=1).interval()
+    assert [side.unique().tolist() for side in one] == [[0.0], [1.0]]
+    few = contributions(tiny, TEXTS, n_probes=4)
+    assert few.probes == [4] * 5
+    low, high = few.interval(0.5)
+    assert torch.equal(low.isnan(), few.values.isnan())
+    assert ((low <= few.values) & (few.values <= high))[~low.isnan()].all()
+    wide_low, wide_high = few.example(1).interval(0.99)
+    assert (wide_low <= few.example(1).interval(0.5)[0]).all()
+    assert (wide_low >= 0).all()
+    assert (wide_high <= 1).all()
+    assert few.example(1).interval(0.5)[0].equal(low[1:2, ..., :8, :8])
+
+
+def test_probes_of_a_tolerance(tiny: TransformerLensModel) -> None:
+    """The number that it took in the end is kept, and all probes are exact."""
+    result = contributions(tiny, "a b c", tolerance=1e-12)
+    assert result.probes == [8]
+    low, high = result.interval()
+    torch.testing.assert_close(low, high)
+
+
+@pytest.mark.parametrize("level", [0, 1, 95, -0.5])
+def test_level_of_intervals(tiny: TransformerLensModel, level: float) -> None:
+    """A level is a share."""
+    with pytest.raises(ValueError, match="level must be between 0 and 1"):
+        contributions(tiny, "a b").interval(level)
