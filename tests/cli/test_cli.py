@@ -1098,14 +1098,14 @@ def test_unexpected_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
 # --- doctor ----------------------------------------------------------------------------------------
 
 
-def test_doctor(command: Command) -> None:
+def test_doctor(command: Command, minilm: TransformerLensModel) -> None:
     """What was found in a model, what was checked, and which modes are used."""
     done = command("doctor")
     assert done.code == 0
     assert done.is_calm()
     for words in ("TransformerLensModel", "6 layers of 12 heads, 32 wide each", "512 tokens", "autograd"):
         assert words in done.out
-    assert done.out.count("passed") == 18
+    assert done.out.count("passed") == len(minilm.checks) > 0
     assert "FAILED" not in done.out
 
 
