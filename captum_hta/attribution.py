@@ -194,6 +194,9 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         """
         sources = inputs if isinstance(inputs, tuple) else (inputs,)
         check_inputs(sources, self.source_layer is not None, self.batch_dim)
+        flag("attribute_to_neuron_input", attribute_to_neuron_input)
+        flag("show_progress", show_progress)
+        flag("return_standard_error", return_standard_error)
         internal_batch_size = optional_count("internal_batch_size", internal_batch_size)
         query = Query(
             norm=self.norm,

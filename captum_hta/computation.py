@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from captum_hta.jacobian.arguments import flag
 from captum_hta.jacobian.closed_form import attention_energies, closed_form_flops, has_closed_form
 from captum_hta.jacobian.endpoints import Endpoints, endpoints_of
 from captum_hta.jacobian.engine import answer
@@ -108,6 +109,8 @@ def contributions(
         ['[CLS]', 'The', 'cat', 'sat', '.', '[SEP]']
     """
     texts = listed(model, texts)
+    flag("show_progress", show_progress)
+    flag("truncation", truncation)
     question = _Question(
         Query(
             norm=norm,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from captum_hta.model.encoding import Encoding
-from captum_hta.model.protocol import Model
+from captum_hta.model.protocol import Model, check_model
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ def listed(model: Model, texts: Any) -> list[Any]:
         ValueError: If there is none.
         TypeError: If the model does not read one of them.
     """
+    check_model(model)
     reader = model.reader
     if isinstance(texts, str) or (not isinstance(texts, tuple | list) and reader.accepts(texts)):
         texts = [texts]

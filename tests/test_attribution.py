@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -343,6 +346,9 @@ SELECTORS = [
     (range(2), [0, 1]),
     (torch.tensor([3, -3]), [3, 1]),
     (torch.tensor(2), [2]),
+    (np.int64(1), [1]),
+    (np.array([1, -1]), [1, 3]),
+    ([np.int32(2)], [2]),
 ]
 
 
@@ -778,6 +784,8 @@ ERRORS = {
         attributed(device_ids=[0, 1]),
         r"device_ids names 2 devices.*pass the module that DataParallel wraps",
     ),
+    "no such device": (attributed(device_ids=[99]), r"device_ids names \[99\], but there are devices 0 to"),
+    "batch axis": (lambda: hta(tiny(), "second.z", batch_dim=2), "batch_dim must be 0 or 1, got 2"),
     # arguments of attribute
     "probes": (attributed(n_probes=0), r"n_probes must be a positive int or None, got 0"),
     "half a probe": (attributed(n_probes=0.5), r"n_probes must be a positive int.*got 0\.5"),
@@ -849,6 +857,29 @@ TYPE_ERRORS = {
     "ids": (attributed(x=ids()), NO_DERIVATIVE),
     "ids in a tuple": (attributed(x=(data(), ids())), NO_DERIVATIVE),
     "list": (attributed(x=[data()]), r"inputs must be a tensor or a tuple of tensors, got list"),
+    "seed": (attributed(seed="x"), "seed must be an int, got 'x'"),
+    "probes true": (attributed(n_probes=True), "n_probes must be a positive int or None, got True"),
+    "tolerance true": (attributed(tolerance=True), "tolerance must be a positive number or None, got True"),
+    "heads true": (attributed(num_heads=True), "num_heads must be a positive int or None, got True"),
+    "internal batch true": (
+        attributed(internal_batch_size=True),
+        "internal_batch_size must be a positive int",
+    ),
+    "inputs times": (
+        lambda: hta(tiny(), "second.z", multiply_by_inputs="false"),
+        "multiply_by_inputs must be True or False, got 'false'",
+    ),
+    "neuron input": (
+        attributed(attribute_to_neuron_input="no"),
+        "attribute_to_neuron_input must be True or False, got 'no'",
+    ),
+    "progress": (attributed(show_progress="no"), "show_progress must be True or False, got 'no'"),
+    "standard error": (
+        attributed(return_standard_error=1),
+        "return_standard_error must be True or False, got 1",
+    ),
+    "device": (attributed(device_ids="cpu"), "device_ids must be a list of ints or None, got 'cpu'"),
+    "direction": (attributed(direction=3.0), "direction must be a tensor or a list of tensors, got 3.0"),
     "selector text": (attributed(neuron_selector="0"), POSITIONS + "'0'"),
     "selector float": (attributed(neuron_selector=1.0), POSITIONS + r"1\.0"),
     "selector bool": (attributed(neuron_selector=True), POSITIONS + "True"),
@@ -1571,3 +1602,58 @@ def test_batch_statistics_are_refused():
     assert norm.num_batches_tracked == 0
     norm.eval()
     right(model, None)
+
+
+# --- threads, processes and devices ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_numbers_of_other_threads(mode):
+    """What another thread draws during an attribution is not drawn again, whatever the model draws."""
+    drawn: list[Tensor] = []
+
+    def elsewhere(*args: Any) -> None:
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
+        thread.start()
+        thread.join()
+        torch.rand(5), torch.empty(4).normal_(), torch.randperm(6)  # for the model alone
+
+    model = tiny()
+    model.second.norm.register_forward_hook(elsewhere)
+    torch.manual_seed(3)
+    hta(model, "second.z", source_layer="first").attribute(data(), mode=mode)
+    drawn.append(torch.rand(3))
+    torch.manual_seed(3)
+    assert torch.equal(torch.cat(drawn), torch.rand(3 * len(drawn)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_fork_while_another_thread_attributes():
+    """The child can attribute too, and has the precision that the user has set."""
+    inside, done = threading.Event(), threading.Event()
+    model = tiny()
+    model.first.register_forward_hook(lambda *args: inside.set() or (done.wait(60) and None))
+    method, other = hta(model, "second.z"), hta(tiny(), "second.z")
+    expected, precision = other.attribute(data()), torch.get_float32_matmul_precision()
+    thread = threading.Thread(target=lambda: method.attribute(data(), precision="medium"))
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        right = torch.equal(other.attribute(data()), expected)
+        os._exit(0 if right and torch.get_float32_matmul_precision() == precision else 1)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("options", ASKED.values(), ids=ASKED)
+def test_default_device(options):
+    """Does not matter: everything is made on the model's."""
+    model, x = tiny(), data()
+    expected = asked("second.z", x, model, **options)
+    with torch.device("meta"):
+        result = asked("second.z", x, model, **options)
+    same(result, expected)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -487,6 +488,94 @@ def test_arguments_of_a_wrong_type(tiny: TransformerLensModel, options: dict) ->
     """A truth value is no number, and a word no seed."""
     with pytest.raises(TypeError):
         contributions(tiny, "a b", **options)
+
+
+WRONG_TYPES: list[tuple[dict, str]] = [
+    ({"seed": 1.0}, "seed must be an int, got 1.0"),
+    ({"seed": True}, "seed must be an int, got True"),
+    ({"seed": None}, "seed must be an int, got None"),
+    ({"n_probes": True}, "n_probes must be a positive int or None, got True"),
+    ({"n_probes": "4"}, "n_probes must be a positive int or None, got '4'"),
+    ({"tolerance": True}, "tolerance must be a positive number or None, got True"),
+    ({"tolerance": "0.1"}, "tolerance must be a positive number or None, got '0.1'"),
+    ({"multiply_by_inputs": "false"}, "multiply_by_inputs must be True or False, got 'false'"),
+    ({"multiply_by_inputs": 1}, "multiply_by_inputs must be True or False, got 1"),
+    ({"show_progress": "no"}, "show_progress must be True or False, got 'no'"),
+    ({"truncation": "longest"}, "truncation must be True or False, got 'longest'"),
+    ({"source": True}, "source must be 'input', 'previous_layer' or an int, got True"),
+    ({"layers": True}, "layers must be an int, a list of ints or None, got True"),
+    ({"layers": [0, "1"]}, "layers must be an int, a list of ints or None"),
+    ({"layers": {0}}, "layers must be an int, a list of ints or None"),
+    ({"direction": [1.0]}, "direction must be a tensor or None, got list"),
+]
+WRONG_VALUES: list[tuple[dict, str]] = [
+    ({"layers": [1, 1]}, r"layers names \[1\] more than once: name each layer once"),
+    ({"layers": [1, -1], "source": "previous_layer"}, r"layers names \[1\] more than once"),
+    ({"norm": torch.ones(2)}, "norm must be one of"),
+    ({"mode": ["forward"]}, "mode must be one of"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG_TYPES, ids=str)
+def test_wrong_types(tiny: TransformerLensModel, options: dict, words: str) -> None:
+    """The error names the argument, what it may be and what it is."""
+    with pytest.raises(TypeError, match=words):
+        contributions(tiny, "a b", **options)
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG_VALUES, ids=str)
+def test_wrong_values(tiny: TransformerLensModel, options: dict, words: str) -> None:
+    """The error names the argument and the remedy."""
+    with pytest.raises(ValueError, match=words):
+        contributions(tiny, "a b", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({"layers": np.int64(1)}, {"layers": 1}),
+        ({"layers": np.arange(2)}, {"layers": [0, 1]}),
+        ({"layers": torch.tensor([1, 0])}, {"layers": [1, 0]}),
+        ({"layers": [np.int32(1)]}, {"layers": [1]}),
+        ({"source": np.int64(1)}, {"source": 1}),
+        ({"n_probes": np.int64(3)}, {"n_probes": 3}),
+        ({"n_probes": 3, "seed": np.int64(5)}, {"n_probes": 3, "seed": 5}),
+        ({"tolerance": np.float32(0.5)}, {"tolerance": 0.5}),
+        ({"multiply_by_inputs": np.True_}, {"multiply_by_inputs": True}),
+    ],
+    ids=str,
+)
+def test_numbers_of_other_libraries(tiny: TransformerLensModel, options: dict, plain: dict) -> None:
+    """Give what Python's give, random numbers too."""
+    found, expected = contributions(tiny, "a b", **options), contributions(tiny, "a b", **plain)
+    assert found.layers == expected.layers
+    assert torch.equal(found.values, expected.values)
+
+
+@pytest.mark.parametrize(
+    "model", ["bert", None, tiny_bert(), WordTokenizer()], ids=lambda m: type(m).__name__
+)
+def test_other_objects_in_the_place_of_a_model(model: object) -> None:
+    """The error names what makes a model of them."""
+    with pytest.raises(TypeError, match=r"model must be an adapter, as captum_hta\.load_model returns it"):
+        contributions(model, "a b")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n_probes": 3}, {"source": "previous_layer"}, {"mode": "reverse"}, {"target": "layer"}],
+    ids=str,
+)
+@pytest.mark.parametrize("adapter", ["transformers", "transformer_lens"])
+def test_default_device(adapter: str, options: dict) -> None:
+    """Does not matter, from loading on: everything is made on the model's device."""
+    plain = tiny_bert()
+    expected = contributions(load_model(plain, tokenizer=WordTokenizer(), adapter=adapter), TEXTS, **options)
+    with torch.device("meta"):
+        model = load_model(plain, tokenizer=WordTokenizer(), adapter=adapter)
+        found = contributions(model, TEXTS, **options)
+    assert found.values.device.type == "cpu"
+    torch.testing.assert_close(found.values, expected.values, equal_nan=True)
 
 
 # --- several questions about the same texts --------------------------------------------------------

@@ -111,7 +111,7 @@ def _flows(steps: Tensor) -> Tensor:
     flows = [
         [maximum_flow(graph, top + query, key).flow_value for key in range(tokens)] for query in range(tokens)
     ]
-    return torch.tensor(np.array(flows) / FLOW_UNITS)
+    return torch.tensor(np.array(flows) / FLOW_UNITS, device="cpu")
 
 
 def _capacities(steps: Tensor) -> csr_array:

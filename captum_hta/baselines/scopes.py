@@ -102,10 +102,10 @@ def _leading_direction(weight: Tensor, p: Tensor) -> Tensor:
     from scipy.sparse.linalg import LinearOperator, eigsh  # scipy is slow to import
 
     def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-        along = weight @ torch.as_tensor(vector).to(weight).flatten()
+        along = weight @ torch.as_tensor(vector, device="cpu").to(weight).flatten()
         return (weight.T @ (p * along - p * (p @ along))).cpu().double().numpy()
 
     width = weight.shape[1]
     start = np.random.default_rng(0).standard_normal(width)
     _, vectors = eigsh(LinearOperator((width, width), product, dtype=np.float64), k=1, v0=start)
-    return torch.as_tensor(vectors[:, 0]).to(weight)
+    return torch.as_tensor(vectors[:, 0], device="cpu").to(weight)

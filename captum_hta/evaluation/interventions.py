@@ -90,8 +90,8 @@ class Noise(Intervention):
         """Samples for all tokens."""
         deviation = self.size * x.square().mean().sqrt()
         for _ in range(self.samples):
-            noise = torch.randn(x.shape, generator=generator).to(x)
-            yield Change(torch.arange(len(x)), x + deviation * noise)
+            noise = torch.randn(x.shape, generator=generator, device="cpu").to(x)
+            yield Change(torch.arange(len(x), device="cpu"), x + deviation * noise)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MeanVector(Intervention):
 
     def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
         """One change of all tokens."""
-        yield Change(torch.arange(len(x)), x.mean(0).expand_as(x))
+        yield Change(torch.arange(len(x), device="cpu"), x.mean(0).expand_as(x))
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ZeroVector(Intervention):
 
     def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
         """One change of all tokens."""
-        yield Change(torch.arange(len(x)), torch.zeros_like(x))
+        yield Change(torch.arange(len(x), device="cpu"), torch.zeros_like(x))
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,13 @@ class OtherToken(Intervention):
         """Samples for all tokens that belong to words."""
         keys = _keys_of_words(encoding)
         for _ in range(self.samples):
-            yield Change(keys, self._drawn(torch.tensor(encoding.ids)[keys], generator), of_ids=True)
+            yield Change(
+                keys, self._drawn(torch.tensor(encoding.ids, device="cpu")[keys], generator), of_ids=True
+            )
 
     def _drawn(self, present: Tensor, generator: Generator) -> Tensor:
         """A token of the corpus for each present one, and other than it."""
-        corpus, drawn = torch.tensor(self.corpus), present.clone()
+        corpus, drawn = torch.tensor(self.corpus, device="cpu"), present.clone()
         for _ in range(MAX_DRAWS):
             places = torch.randint(len(corpus), (len(present),), generator=generator)
             drawn = torch.where(drawn == present, corpus[places], drawn)
@@ -171,7 +173,9 @@ class OtherToken(Intervention):
 def _keys_of_words(encoding: Encoding) -> Tensor:
     """The tokens that belong to words; all tokens, where the words are not known."""
     words = encoding.words or range(len(encoding))
-    return torch.tensor([key for key, word in enumerate(words) if word is not None], dtype=torch.long)
+    return torch.tensor(
+        [key for key, word in enumerate(words) if word is not None], dtype=torch.long, device="cpu"
+    )
 
 
 # --- responses of heads ----------------------------------------------------------------------------
@@ -216,7 +220,7 @@ def responses(
 
 def _changed_outputs(activations: Activations, change: Change, layers: Sequence[int]) -> Tensor:
     """Head outputs for copies with one token changed in each, ``[copy, layer, head, query, d_head]``."""
-    copies = torch.arange(len(change.keys))
+    copies = torch.arange(len(change.keys), device="cpu")
     if change.of_ids:
         if activations.batch.inputs[0].is_floating_point():
             raise ValueError(

@@ -61,7 +61,7 @@ def has_path(forward_pass: ForwardPass) -> bool:
 
 def _noise(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(like.numel())
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
 
 
 def _images(derivative: Linearization, tangents: list[Tensor]) -> dict[int, Tensor]:

@@ -110,16 +110,26 @@ def check_modules(layer: object, source_layer: object) -> None:
         raise TypeError(f"source_layer must be a torch.nn.Module or None, got {source_layer!r}")
 
 
-def check_devices(device_ids: Sequence[int] | None) -> None:
-    """Check that at most one device is named.
+def check_devices(device_ids: object) -> None:
+    """Check that at most one device is named, which there is.
 
     Raises:
-        ValueError: If there are several.
+        ValueError: If there are several, or there is no such device.
+        TypeError: If they are no list of ints.
     """
-    if device_ids is not None and len(device_ids) > 1:
+    if device_ids is None:
+        return
+    if not isinstance(device_ids, list | tuple) or not all(map(is_integer, device_ids)):
+        raise TypeError(f"device_ids must be a list of ints or None, got {device_ids!r}")
+    if len(device_ids) > 1:
         raise ValueError(
             f"device_ids names {len(device_ids)} devices, but the derivative is taken on one: pass the "
             "module that DataParallel wraps"
+        )
+    count = max(torch.cuda.device_count(), 1)
+    if any(not 0 <= as_int(number) < count for number in device_ids):
+        raise ValueError(
+            f"device_ids names {device_ids}, but there are devices 0 to {count - 1}: leave it out"
         )
 
 

@@ -23,6 +23,7 @@ from captum_hta.jacobian.linearize.lost_derivatives import (
     named_losses,
 )
 from captum_hta.jacobian.linearize.recorder import Recorder, refuse_batch_statistics
+from captum_hta.jacobian.random_numbers import OwnRandomNumbers
 from captum_hta.jacobian.torch_internals import tree_map
 from captum_hta.model.sites import (
     LastTarget,
@@ -101,7 +102,7 @@ class ForwardPass:
             NoPathError: If no source reaches a target.
             ValueError: As :meth:`differentiable`, and if a dropout is active.
         """
-        with _undisturbed(self.inputs), torch.no_grad():
+        with _undisturbed(), torch.no_grad():
             recorder = Recorder()
             entered: list[tuple[int, Tensor]] = []
 
@@ -133,7 +134,7 @@ class ForwardPass:
             ValueError: If a module is not called, is called before the source, or does not hold one
                 tensor ``[batch, position, width]``; or if the derivative is lost on the way.
         """
-        with _undisturbed(self.inputs), torch.enable_grad():
+        with _undisturbed(), torch.enable_grad():
             entered: list[Tensor] = []
             watch = DerivativeWatch()
 
@@ -183,6 +184,7 @@ class ForwardPass:
                 hooks.callback(self._hook_source(self.source, enter, sources).remove)
             hooks.callback(self._hook_sequence_first(sources).remove)
             self._hook_targets(found, sources, hooks)
+            hooks.enter_context(OwnRandomNumbers())
             with suppress(LastTarget):
                 self.forward_func(*inputs, *extra)
         for site in self.layers:
@@ -343,17 +345,15 @@ def _check_sequence(value: Tensor, what: str, heads: bool = False) -> None:
 
 
 @contextmanager
-def _undisturbed(inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Settings under which derivatives exist, restored on any exit; random states are kept.
+def _undisturbed() -> Iterator[None]:
+    """Settings under which derivatives exist, restored on any exit.
 
     Fused attention kernels have no forward derivative and their backward does not vectorise, so
     attention runs in PyTorch's elementary operators.
     """
-    devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with (
         torch.inference_mode(False),
-        torch.random.fork_rng(devices=sorted(devices, key=str)),
         sdpa_kernel(SDPBackend.MATH),
         without_autocast(),
     ):

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-_LOCK = threading.RLock()
 PRECISIONS = ("highest", "high", "medium")
+
+
+class _Turn:
+    """The turn of one thread to set the precision, which is a setting of the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.holder: int | None = None
+        self.before = ""  # the precision before the holder's first setting
+
+    def after_fork(self) -> None:
+        """Take back, in a child process, the turn of a thread that only the parent has."""
+        if self.holder in (None, threading.get_ident()):
+            return
+        torch.set_float32_matmul_precision(self.before)
+        self.lock, self.holder = threading.RLock(), None
+
+
+_turn = _Turn()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turn.after_fork)
 
 
 @contextmanager
@@ -24,10 +45,13 @@ def matmul_precision(precision: str) -> Iterator[None]:
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
-    with _LOCK:
-        before = torch.get_float32_matmul_precision()
+    with _turn.lock:
+        before, holder = torch.get_float32_matmul_precision(), _turn.holder
+        if holder is None:
+            _turn.before, _turn.holder = before, threading.get_ident()
         torch.set_float32_matmul_precision(precision)
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
+            _turn.holder = holder

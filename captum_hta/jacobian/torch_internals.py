@@ -24,6 +24,7 @@ __all__ = [
     "functional_variant",
     "is_batch_norm",
     "operator_name",
+    "seeded_variant",
     "storage_identity",
     "tree_flatten",  # leaves of nested arguments, in the order that PyTorch takes them
     "tree_map",
@@ -67,6 +68,15 @@ def functional_variant(operator: Any) -> Any | None:
     if not name.endswith("_") or variant is None or writes_to_arguments(variant):
         return None
     return variant
+
+
+def seeded_variant(operator: Any) -> Any | None:
+    """The overload of an operator that draws from a generator, if there is one; nothing public lists them."""
+    names = {argument.name for argument in operator._schema.arguments}
+    if "generator" in names:
+        return operator
+    overload = f"{operator._overloadname.removesuffix('default')}_generator".removeprefix("_")
+    return getattr(operator.overloadpacket, overload, None)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -167,3 +167,17 @@ class Model(Protocol):
     @property
     def mask_token(self) -> int | None:
         """The id of the mask token, if there is one."""
+
+
+def check_model(model: object) -> None:
+    """Check that an object is an adapter.
+
+    Raises:
+        TypeError: If it is anything else, such as a name, a module or a pipeline.
+    """
+    if isinstance(model, str) or not all(hasattr(model, name) for name in ("reader", "encode", "num_layers")):
+        what = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        raise TypeError(
+            "model must be an adapter, as captum_hta.load_model returns it for a name, a folder, a model of "
+            f"transformers with its tokenizer or a TransformerLens model, got {what}"
+        )

@@ -201,7 +201,7 @@ def identify(
 def read_tokens(model: Model, encodings: Sequence[Encoding], layer: int) -> Tokens:
     """Hidden tokens after a block and their input embeddings, in float32."""
     places = {"input": model.source(0), "hidden": model.target(layer, "layer")}
-    kept: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(encodings) for name in places}
+    kept: dict[str, list[Tensor]] = {name: [torch.empty(0, device="cpu")] * len(encodings) for name in places}
     lengths = [len(encoding) for encoding in encodings]
     for rows in batches_of(encodings):
         batch = model.batch([encodings[row] for row in rows])
@@ -229,7 +229,7 @@ def sampled(encodings: Sequence[Encoding], seed: int) -> list[Encoding]:
         for one in encodings
     }
     texts = list(different.values())
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed), device="cpu")
     return [texts[row] for row in order[:SENTENCES].tolist()]
 
 

@@ -136,7 +136,7 @@ def _train_once(
     generator: torch.Generator,
 ) -> None:
     """Train for one epoch."""
-    order = torch.randperm(len(training.hidden), generator=generator).to(training.hidden.device)
+    order = torch.randperm(len(training.hidden), generator=generator, device="cpu").to(training.hidden.device)
     for rows in torch.split(order, min(BATCH, -(-len(order) // STEPS))):
         optimiser.zero_grad()
         loss = _mean_distance(trained(training.hidden[rows]), training.inputs[rows], distance)

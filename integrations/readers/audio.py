@@ -47,7 +47,7 @@ class AudioReader:
 
     def sample(self) -> Encoding:
         """The first tokens of some features that are not constant."""
-        waves = torch.arange(self.shape[0] * self.shape[1]).mul(0.7).sin()
+        waves = torch.arange(self.shape[0] * self.shape[1], device="cpu").mul(0.7).sin()
         return self._encoding(waves.view(self.shape)).first(6)
 
     def encode(self, audio: Any, max_length: int | None = None) -> Encoding:
@@ -57,7 +57,7 @@ class AudioReader:
             ValueError: If it is longer than the model reads, its features have another shape, or there is no
                 feature extractor.
         """
-        audio = torch.as_tensor(audio).detach().cpu()
+        audio = torch.as_tensor(audio, device="cpu").detach().cpu()
         if not audio.is_floating_point() or not audio.numel():
             raise ValueError(
                 f"audio is an array of real numbers between -1 and 1, got {audio.numel()} numbers of "

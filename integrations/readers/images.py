@@ -67,7 +67,9 @@ class ImageReader:
         """The first tokens of some image that is not constant."""
         height, width = (2 * self.patch[0], 3 * self.patch[1]) if self.any_size else self.shape[1:]
         count = self.shape[0] * height * width
-        return self._encoding(torch.arange(count).mul(0.7).sin().view(-1, height, width)).first(6)
+        return self._encoding(torch.arange(count, device="cpu").mul(0.7).sin().view(-1, height, width)).first(
+            6
+        )
 
     def encode(self, image: Any, max_length: int | None = None) -> Encoding:
         """Read an image. It is never cut: there is a position for every patch.

@@ -270,7 +270,7 @@ class TransformersModel(Adapter):
         query_map = rotary
         if self.layout.scales_queries:
             scaling: Any = place.attention.scaling
-            query_map = float(scaling) * torch.eye(self.d_head).to(x)[None, None, None]
+            query_map = float(scaling) * torch.eye(self.d_head, device="cpu").to(x)[None, None, None]
         return AttentionFactors(
             pattern=call.pattern,
             query=call.query,

@@ -706,3 +706,18 @@ def test_loading_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="captum_hta"):
         load_model(tiny_bert(), WordTokenizer())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", [None, "forward", "reverse"])
+def test_hook_points_know_their_heads(mode: str | None) -> None:
+    """Those of heads give a head axis without ``num_heads``, by the model's ``cfg``; others have none."""
+    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
+    batch = model.batch([model.encode(TEXT)])
+    block, source = model.bridge.blocks[1], model.source(0)
+    layers = [block.attn.hook_z, block.attn.hook_q, block.attn.hook_k, block.attn.hook_v, block.hook_out]
+    found = HiddenTokenAttribution(model.bridge, layers, source).attribute(batch.inputs[0], mode=mode)
+    named = HiddenTokenAttribution(model.bridge, layers[:4], source, num_heads=2)
+    for heads, expected in zip(found, named.attribute(batch.inputs[0], mode=mode), strict=False):
+        assert heads.shape[:2] == (1, 2)
+        torch.testing.assert_close(heads, expected)
+    assert found[4].dim() == 3

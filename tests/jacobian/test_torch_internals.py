@@ -55,6 +55,14 @@ def test_operators_tell_their_names_and_what_they_write():
     assert internals.functional_variant(aten.add.out) is None, changed
 
 
+def test_operators_that_draw_take_generators():
+    changed = CHANGED.format("the overloads with generators")
+    assert internals.seeded_variant(aten.rand.default) is aten.rand.generator, changed
+    assert internals.seeded_variant(aten.normal_.default) is aten.normal_.default, changed
+    assert internals.seeded_variant(aten.native_dropout.default) is None, changed
+    assert torch.Tag.nondeterministic_seeded in aten.rand.default.tags, changed
+
+
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
 def test_batch_normalisations_are_known(norm: type[nn.Module]):
     assert internals.is_batch_norm(norm(2)), CHANGED.format("torch.nn.modules.batchnorm._BatchNorm")

@@ -261,7 +261,8 @@ def _jacobian_rows(
     batch, positions, width, _ = segment.shape
     products = first_products(segment.calls, segment.entry)
     matrices = {product.outputs[0]: product.args[-1] for product in products}
-    units = torch.eye(width, out=segment.calls[0].primals[0].new_empty(width, width))
+    like = segment.calls[0].primals[0]
+    units = torch.eye(width, dtype=like.dtype, device=like.device)
     skipped = {id(product) for product in products}
     rest = [call for call in segment.calls if id(call) not in skipped]
     derivative = Linearization(rest, shapes, (segment.entry, *matrices), (segment.exit,))
@@ -305,7 +306,7 @@ def halves(count: int, device: torch.device) -> Tensor:
 def noise(count: int, like: Tensor) -> Tensor:
     """A stack of random tangents, the same at every call."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, *like.shape, generator=generator).to(like)
+    return torch.randn(count, *like.shape, generator=generator, device="cpu").to(like)
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
