@@ -36,6 +36,6 @@ assert mixing["own_median"].is_monotonic_decreasing
 identified = study.tables["identifiability"].query("map == 'none' and distance == 'cosine'")
 assert identified["identified"].min() > 5 * identified["chance"].max()
 
-# Every matrix is there for questions of one's own: how much of [CLS] is in what the last layer says at it?
+# Every matrix is kept for further questions: how much of [CLS] is in the last layer's own output at [CLS]?
 last = [study[number]["input"][-1, :, 0, 0].mean() for number in study]
 print(f"[CLS] in the last layer takes {sum(last) / len(last):.1%} from its own embedding")

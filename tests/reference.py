@@ -1,4 +1,4 @@
-"""The slow, obvious mode to every number: plain autograd, one component at a time."""
+"""The slow, obvious way to every number: plain autograd, one component at a time."""
 
 from __future__ import annotations
 

@@ -184,6 +184,10 @@ class AttentionConductance(SteppedBaseline):
         token: The logit. Default: ``None``, the largest.
         n_steps: Number of steps along the path.
 
+    Raises:
+        ValueError: From ``attribute``, also if the model is in half precision, whose rounding is larger than
+            the steps.
+
     References:
         Dhamdhere et al., "How Important Is a Neuron?", ICLR 2019; Captum's tutorial "Interpreting BERT Models
         (Part 2)".
@@ -194,6 +198,11 @@ class AttentionConductance(SteppedBaseline):
 
     def values(self, activations: Activations) -> Tensor:
         """``[layer, head, query, key]``."""
+        if self.model.dtype.itemsize < 4:
+            raise ValueError(
+                f"steps of attention are lost in the rounding of {self.model.dtype}: "
+                f"load {self.model.name} in float32"
+            )
         token = self._token(activations)
         points = (np.polynomial.legendre.leggauss(self.n_steps + 1)[0] + 1) / 2
         pattern, gradient = self._at_point(activations, float(points[0]), token)

@@ -142,7 +142,8 @@ def _mean(values: Array, axis: int | tuple[int, ...]) -> Array:
 
 
 def default_interventions(model: Model, encodings: Sequence[Encoding]) -> list[Intervention]:
-    """Small and large noise, the mean vector, zero, the mask token (if there is one) and other words.
+    """Small and large noise (without what is lost in the rounding of the model), the mean vector, zero, the
+    mask token (if there is one) and other words.
 
     Args:
         model: The model.
@@ -154,7 +155,8 @@ def default_interventions(model: Model, encodings: Sequence[Encoding]) -> list[I
         for token, word in zip(encoding.ids, encoding.words or [0] * len(encoding.ids), strict=True)
         if word is not None
     )
-    found: list[Intervention] = [Noise(SMALL), Noise(LARGE), MeanVector(), ZeroVector()]
+    noise = [one for one in (Noise(SMALL), Noise(LARGE)) if one.resolved_in(model.dtype)]
+    found: list[Intervention] = [*noise, MeanVector(), ZeroVector()]
     if model.mask_token is not None:
         found.append(MaskToken(model.mask_token))
     return [*found, OtherToken(words)] if words else found

@@ -17,6 +17,8 @@ from captum_hta.model.sites import observed, replaced
 
 MAX_DRAWS = 20
 """Draws after which a token keeps its place, in a corpus with hardly any other token."""
+MIN_NOISE = 8
+"""Smallest size of noise, in units of the rounding of a model's dtype."""
 COPIES = 32
 """Copies of a text in one forward pass."""
 
@@ -49,6 +51,10 @@ class Intervention(ABC):
     @abstractmethod
     def name(self) -> str:
         """The intervention's name in tables."""
+
+    def resolved_in(self, dtype: torch.dtype) -> bool:
+        """Whether responses to the change are larger than the rounding of a model of this dtype."""
+        return True
 
     @abstractmethod
     def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
@@ -85,6 +91,10 @@ class Noise(Intervention):
     def name(self) -> str:
         """The intervention's name in tables."""
         return f"noise {self.size:g}"
+
+    def resolved_in(self, dtype: torch.dtype) -> bool:
+        """Whether the size is several times the rounding of a model of this dtype."""
+        return self.size >= MIN_NOISE * torch.finfo(dtype).eps
 
     def changes(self, encoding: Encoding, x: Tensor, generator: Generator) -> Iterator[Change]:
         """Samples for all tokens."""
@@ -202,10 +212,17 @@ def responses(
         float64; NaN for keys that are not changed.
 
     Raises:
-        ValueError: If responses are infinite or NaN, or the model reads no token ids that could be changed.
+        ValueError: If responses are infinite, NaN or lost in rounding, or the model reads no token ids that
+            could be changed.
     """
-    model, x = activations.model, activations.hidden[0]
-    # Of as many copies as are changed at once, so that outputs that do not move are equal on any processor.
+    model = activations.model
+    if not intervention.resolved_in(model.dtype):
+        raise ValueError(
+            f"responses to {intervention.name!r} are lost in the rounding of {model.dtype}: "
+            f"load {model.name} in float32, or make larger changes"
+        )
+    x = activations.hidden[0]
+    # From as many copies as are changed at once: outputs that do not move are then equal on any processor.
     unchanged = cache(lambda copies: _head_outputs(activations, layers, copies))
     squares = x.new_zeros(len(layers), model.num_heads, len(x), len(x), dtype=torch.float64)
     counts = squares.new_zeros(len(x))

@@ -15,6 +15,7 @@ from reference import jacobian
 from torch import Tensor
 
 from captum_hta import baselines, contributions, load_model
+from captum_hta.baselines.logits import LogitBaseline
 from captum_hta.baselines.norms import decomposed_block
 from captum_hta.integrations import TransformerLensModel, TransformersModel
 from captum_hta.model.activations import Activations
@@ -56,7 +57,7 @@ LOST_A, LOST_B = 1 - 3.5 / LONG, 1 - 9.25 / (LONG * SHORT_STEP)
         (baselines.AttentionRollout, STRETCHED, 1, [0.375, 0.625]),
         (baselines.AttentionRollout, STRETCHED, 2, [0.375 + 0.625 * 0.375, 0.625**2]),
         (baselines.AttentionFlow, STRETCHED, 1, [0.375, 0.625]),
-        (baselines.AttentionFlow, STRETCHED, 2, [0.75, 0.625]),  # to A two modes of 0.375
+        (baselines.AttentionFlow, STRETCHED, 2, [0.75, 0.625]),  # to A two paths of 0.375
         (baselines.ValueZeroing, STRETCHED, 1, [LOST_A / (LOST_A + LOST_B), LOST_B / (LOST_A + LOST_B)]),
         (baselines.GradientTimesAttention, STRETCHED, 1, [0.75 * 2, 0.25 * 6]),  # of the logit of A, (1, 1)
         (baselines.IntegratedAttention, STRETCHED, 1, [0.75 * 2, 0.25 * 6]),
@@ -173,7 +174,7 @@ def test_flow_of_real_weights(minilm: TransformerLensModel) -> None:
 
 
 def test_attention_is_captums_activation(minilm: TransformerLensModel) -> None:
-    """Of the pattern's hook point."""
+    """On the hook point of the pattern."""
     batch = minilm.batch([minilm.encode("Dogs bark.")])
     point = minilm.hook_point("blocks.2.attn.hook_pattern")
     expected = LayerActivation(minilm.forward, point).attribute(*batch.inputs, batch.extra)
@@ -182,7 +183,7 @@ def test_attention_is_captums_activation(minilm: TransformerLensModel) -> None:
 
 
 def driven(layers: int = 2) -> Circuit:
-    """A random circuit, whose pattern is a module that drives the output, with a curved mode on."""
+    """A random circuit whose patterns are modules that drive the output, through a tanh."""
     torch.manual_seed(0)
     blocks = []
     for _ in range(layers):
@@ -232,7 +233,7 @@ def test_conductance_is_captums() -> None:
 
 @pytest.mark.parametrize("adapter", ["transformers", "transformer_lens"])
 def test_integrated_attention_is_complete(adapter: str) -> None:
-    """Of each layer it adds up to the logit less that without the layer's heads."""
+    """The values of a layer add up to the logit minus the logit without its heads."""
     model = decoder(adapter)
     found = baselines.IntegratedAttention(model, token=7).attribute("one two three")[0]
     batch = model.batch([model.encode("one two three")])
@@ -348,7 +349,7 @@ class Adapted(torch.nn.Module):
 
 
 def test_wrapped_projections() -> None:
-    """What heads give is read through the wrapper: the same as of the model with the change merged."""
+    """Head outputs are read through the wrapper, as from the model with the change merged."""
     torch.manual_seed(0)
     wrapped, merged = tiny_bert(), tiny_bert()
     for layer in range(2):
@@ -475,3 +476,20 @@ def test_arguments_that_are_no_ints(options: dict[str, object]) -> None:
     """They are named."""
     with pytest.raises(TypeError, match=f"{next(iter(options))} must be an int"):
         baselines.GradientTimesAttention(decoder(), **options)
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_half_precision(method: type) -> None:
+    """Values near the exact ones, or an error that names the remedy."""
+    half = load_model(
+        tiny_with_head("GPT-2").to(torch.bfloat16), tokenizer=WordTokenizer(60), adapter="transformers"
+    )
+    if method is baselines.AttentionConductance:
+        with pytest.raises(ValueError, match=r"lost in the rounding of torch.bfloat16: load .* in float32"):
+            method(half).attribute("one two three")
+        return
+    options = {"token": 7} if issubclass(method, LogitBaseline | baselines.JacobianScope) else {}
+    found, exact = (method(model, **options).attribute("one two three") for model in (half, decoder()))
+    assert found.dtype == torch.float32
+    error = (found - exact).abs().nan_to_num().max() / exact.abs().nan_to_num().max()
+    assert error < 0.1

@@ -67,7 +67,7 @@ def test_attention_is_fooled_by_a_silent_token() -> None:
 
 
 def test_attention_is_fooled_by_values_that_cancel() -> None:
-    """Two heads look at the first token and say the opposite: nothing of it is in the hidden embedding."""
+    """Two heads attend to the first token and add opposite vectors: nothing of it is left."""
     one = looking_back(None)
     both = Block(
         *(torch.cat([w, w]) for w in (one.query, one.key, one.value)), torch.cat([one.out, -one.out])
@@ -79,8 +79,8 @@ def test_attention_is_fooled_by_values_that_cancel() -> None:
     assert result.values[0, 0, 3, 3] > 1 - 1e-9
 
 
-def test_what_a_head_says_about_a_letter() -> None:
-    """A head reads two tokens alike; along the logit of one of their letters only that one is left."""
+def test_a_head_along_the_logit_of_a_letter() -> None:
+    """A head reads two tokens equally; along the logit of one of their letters only that token is left."""
     s = spaces()
     nothing = torch.zeros(1, WIDTH, LETTERS)
     model = circuit(transcript(0.5), Block(nothing, nothing, s.written[None], s.letter.T[None]))

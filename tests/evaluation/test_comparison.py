@@ -148,7 +148,7 @@ def test_no_rows() -> None:
 
 
 def test_keys_that_a_query_cannot_see(minilm: TransformerLensModel) -> None:
-    """Of a causal model, noise below the diagonal agrees with nothing, although both are zero above it."""
+    """In a causal model, noise below the diagonal agrees with nothing, although both are zero above it."""
     model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
     text = " ".join("abcdefghijklmnopqrstuvwxyz")
     result = contributions(model, text)

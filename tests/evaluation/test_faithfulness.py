@@ -288,3 +288,12 @@ def test_images_have_no_token_ids() -> None:
     model = TransformersModel(tiny("ViT"), None)
     with pytest.raises(ValueError, match="reads no token ids"):
         moved(model, torch.rand(model.reader.shape), MaskToken(3))
+
+
+def test_noise_that_is_lost_in_rounding() -> None:
+    """Is refused in half precision, and not among the interventions by default."""
+    model = load_model(tiny_bert().bfloat16(), tokenizer=WordTokenizer(), adapter="transformers")
+    with pytest.raises(ValueError, match=r"'noise 0.01' are lost in the rounding of torch.bfloat16: load"):
+        moved(model, TEXT, Noise(0.01))
+    names = [one.name for one in default_interventions(model, [model.encode(TEXT)])]
+    assert names[:2] == ["noise 1", "mean vector"]

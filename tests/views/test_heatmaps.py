@@ -145,7 +145,7 @@ def test_heatmaps_can_be_read(name: str) -> None:
 
 
 def test_long_texts_make_an_image_that_can_be_opened() -> None:
-    """Of 250 tokens, half of what a BERT reads, in fewer than 2**14 pixels a side at 150 dpi."""
+    """250 tokens, half of what a BERT reads, take fewer than 2**14 pixels a side at 150 dpi."""
     figure = heatmaps(maps(250), [str(number) for number in range(250)], ["head 0"])
     assert 150 * max(figure.get_size_inches()) < 2**14
 
