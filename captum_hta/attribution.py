@@ -25,7 +25,7 @@ from captum_hta.jacobian.arguments import (
 )
 from captum_hta.jacobian.engine import Answer, Progress, answer
 from captum_hta.jacobian.forward_pass import ForwardPass
-from captum_hta.jacobian.norms import NORMS, shares
+from captum_hta.jacobian.norms import NORMS, NotFiniteError, shares
 from captum_hta.jacobian.query import ONE_PROBE, Query
 from captum_hta.model.sites import observed
 
@@ -231,7 +231,10 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
                 )
                 part = replace(query, direction=_direction_rows(direction, rows, batch))
                 progress = _bar(bars) if show_progress else None
-                answers.append(answer(forward_pass, part, chunk=chunk, progress=progress))
+                try:
+                    answers.append(answer(forward_pass, part, chunk=chunk, progress=progress))
+                except NotFiniteError as error:
+                    raise error.renumbered(range(batch)[rows]) from error
         is_tuple = isinstance(inputs, tuple) and self.source_layer is None
         return self._formatted(answers, is_tuple, return_standard_error)
 

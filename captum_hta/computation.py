@@ -17,7 +17,7 @@ from captum_hta.jacobian.closed_form import attention_energies, closed_form_flop
 from captum_hta.jacobian.endpoints import Endpoints, endpoints_of
 from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forward_pass import ForwardPass
-from captum_hta.jacobian.norms import Energy, shares
+from captum_hta.jacobian.norms import Energy, NotFiniteError, shares
 from captum_hta.jacobian.plan import Plan
 from captum_hta.jacobian.precision import matmul_precision
 from captum_hta.jacobian.query import Query
@@ -221,7 +221,10 @@ class _Computation:
                     attention = self.model.attention(batch)
                     if self.look is not None:
                         self.look(rows, attention)
-                self._answer(rows, batch, attention, stores)
+                try:
+                    self._answer(rows, batch, attention, stores)
+                except NotFiniteError as error:
+                    raise error.renumbered(rows, "text") from error
             self.advance(len(rows))
         return {name: store.result() for name, store in stores.items()}
 

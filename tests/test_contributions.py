@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import LayerNorm, Module
 from transformers import BertForMaskedLM, BertLMHeadModel
 
-from captum_hta import Contributions, contributions, load_model
+from captum_hta import Contributions, HiddenTokenAttribution, contributions, load_model
 from captum_hta.computation import jointly
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.jacobian.norms import NORMS
@@ -628,3 +628,33 @@ def test_the_core_does_not_import_captum() -> None:
     code = "import sys, captum_hta.computation, captum_hta.jacobian.engine; print('captum' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mode": "forward"}, {"mode": "reverse"}, {"n_probes": 4}, {"tolerance": 0.1}, {"target": "layer"}],
+    ids=str,
+)
+def test_activations_that_are_not_a_number(options: dict, source: str) -> None:
+    """The error names the text whose activations are NaN, in every mode, also in a batch with others."""
+    plain = tiny_bert()
+    tokenizer = WordTokenizer()
+    with torch.no_grad():
+        plain.bert.embeddings.word_embeddings.weight[tokenizer("zebra")["input_ids"][1]] = torch.nan
+    model = load_model(plain, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"text 2: .* are infinite or NaN: check the inputs and the weights"):
+        contributions(model, ["a b c d", "b c", "zebra c", "c d"], source=source, **options)
+    assert not contributions(model, ["b c", "c d"], source=source, **options).values.isnan().any()
+
+
+@pytest.mark.parametrize("split", [None, 1])
+@pytest.mark.parametrize("mode", [None, "reverse"])
+def test_examples_that_are_not_a_number(mode: str | None, split: int | None) -> None:
+    """The class names the example of the batch, however the batch is split."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    x = torch.randn(3, 5, 4)
+    x[1, 2, 0] = torch.nan
+    hta = HiddenTokenAttribution(model, model[1])
+    with pytest.raises(ValueError, match="example 1: activations are infinite or NaN"):
+        hta.attribute(x, mode=mode, internal_batch_size=split)

@@ -16,7 +16,7 @@ from captum_hta.jacobian.forward import forward_energies
 from captum_hta.jacobian.forward_pass import ForwardPass, NoPathError
 from captum_hta.jacobian.linearize.recorder import NotLinearizableError
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
-from captum_hta.jacobian.norms import Energy, joined
+from captum_hta.jacobian.norms import Energy, joined, refuse_not_finite
 from captum_hta.jacobian.plan import Costs, Plan, plan
 from captum_hta.jacobian.precision import matmul_precision
 from captum_hta.jacobian.probes import FIRST_PROBES, probe_energies
@@ -98,6 +98,7 @@ class _Run:
             return self._without_recording(error)
         derivatives = [WindowedLinearization(derivative, variable) for variable in derivative.sources]
         resolved = self._resolved(sources, targets)
+        _refuse_not_a_number(targets, resolved)
         chosen = plan(self._costs(derivatives, sources, targets, resolved), query.mode, self.chunk)
         if chosen.mode == "reverse":
             return self._reverse(chosen)
@@ -144,8 +145,9 @@ class _Run:
     def _reverse(self, chosen: Plan | None = None) -> Answer:
         """By backward passes alone; without a recording their operations are not counted."""
         with self.forward_pass.differentiable() as (sources, targets):
-            refuse_mixed_gradients(sources, targets)
             resolved = self._resolved(sources, targets)
+            _refuse_not_a_number(targets, resolved)
+            refuse_mixed_gradients(sources, targets)
             costs = self._costs([], sources, targets, resolved)
             if chosen is None:
                 chosen = replace(plan(costs, "reverse", self.chunk), flops=None)
@@ -238,6 +240,19 @@ def _carried_out(
     deepest = max(one.flops(target, tokens * probes) for one in derivatives for target in one.whole.targets)
     flops = chosen.flops + tokens * (probes - (chosen.probes or 0)) * deepest
     return replace(chosen, flops=flops, reason=f"{probes} a token", probes=probes)
+
+
+def _refuse_not_a_number(targets: Sequence[Tensor], resolved: ResolvedQuery) -> None:
+    """Check the targets at the queries before they are differentiated.
+
+    Infinite values may be right, as those of masked scores.
+
+    Raises:
+        NotFiniteError: If one is NaN.
+    """
+    for target in targets:
+        chosen = target if resolved.positions is None else target.index_select(1, resolved.positions)
+        refuse_not_finite("activations", chosen.detach().isnan())
 
 
 def _answer(

@@ -8,7 +8,7 @@ over the tangents (or cotangents) that span the block, so it is what the modes o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,38 @@ def _in_range(lengths: Tensor) -> bool:
     return bool(smallest > SMALLEST_LENGTH) and bool(largest < torch.inf)
 
 
+class NotFiniteError(ValueError):
+    """Values of some examples are infinite or NaN.
+
+    Attributes:
+        what: Which values.
+        examples: The numbers of the examples in their batch.
+    """
+
+    def __init__(self, what: str, examples: Sequence[int], kind: str = "example") -> None:
+        self.what, self.examples = what, list(examples)
+        numbers = ", ".join(map(str, self.examples))
+        super().__init__(
+            f"{kind}{'s' if len(self.examples) > 1 else ''} {numbers}: {what} are infinite or NaN: check the "
+            "inputs and the weights of the model, or load it in float32"
+        )
+
+    def renumbered(self, numbers: Sequence[int], kind: str = "example") -> NotFiniteError:
+        """The same error where the examples have these numbers, and are called texts, say."""
+        return NotFiniteError(self.what, [numbers[example] for example in self.examples], kind)
+
+
+def refuse_not_finite(what: str, bad: Tensor) -> None:
+    """Check values by a mask ``[batch, ...]``, true where they are infinite or NaN.
+
+    Raises:
+        NotFiniteError: If there are such values.
+    """
+    examples = bad.flatten(1).any(1)
+    if examples.any():
+        raise NotFiniteError(what, examples.nonzero().flatten().tolist())
+
+
 def largest_eigenvalue(gram: Tensor) -> Tensor:
     """The squared spectral norm of a Jacobian from its Gram matrix ``[..., d_head, d_head]``."""
     largest: Tensor = torch.linalg.eigvalsh(gram)[..., -1]
@@ -86,15 +118,11 @@ def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:
     zero throughout.
 
     Raises:
-        ValueError: If an energy is infinite or NaN.
+        NotFiniteError: If an energy is infinite or NaN.
     """
     norms = energy.mean.clamp_min(0).sqrt_()
     total = norms.sum(-1, keepdim=True)
-    if not total.isfinite().all():
-        raise ValueError(
-            f"derivatives leave the range of {energy.mean.dtype}: check the model for infinite or NaN "
-            "activations, or take it in a wider type"
-        )
+    refuse_not_finite("derivatives", ~total.isfinite())
     scale = torch.where(total > 0, total, 1).reciprocal()
     share = norms.mul_(scale)
     if energy.variance is None:

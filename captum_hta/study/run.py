@@ -22,6 +22,7 @@ from torch import Tensor
 from captum_hta.baselines.attention import effective_attention
 from captum_hta.computation import jointly
 from captum_hta.jacobian.forecast import in_all
+from captum_hta.jacobian.norms import NotFiniteError
 from captum_hta.jacobian.plan import Plan
 from captum_hta.model.activations import promoted
 from captum_hta.model.attention import Attention
@@ -262,7 +263,10 @@ def _add_groups(
     """Add groups of texts; returns their matrices by the numbers of the texts, if they are to be kept."""
     kept: dict[int, Matrices] = {}
     for rows in groups:
-        matrices = study.add_group(corpus.model, [corpus.encoding(row) for row in rows], corpus.settings)
+        try:
+            matrices = study.add_group(corpus.model, [corpus.encoding(row) for row in rows], corpus.settings)
+        except NotFiniteError as error:
+            raise error.renumbered(rows, "text") from error
         if keep:
             kept |= dict(zip(rows, matrices, strict=True))
         for row in rows:
@@ -348,9 +352,7 @@ def _effective(
         pattern = torch.stack([attention[layer].pattern[index, :, :length, :length] for layer in layers])
         value = torch.stack([_value(attention[layer])[index, :, :length] for layer in layers])
         if not (pattern.isfinite().all() and value.isfinite().all()):
-            raise ValueError(
-                f"the attention of {model.name} is not finite: check its weights, or load it in float32"
-            )
+            raise NotFiniteError(f"attention patterns or values of {model.name}", [row], "text")
         found[row] = effective_attention(promoted(pattern), promoted(value), weights).double().cpu().numpy()
     return found
 
