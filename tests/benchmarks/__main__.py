@@ -306,7 +306,7 @@ def _shapes(call, chunk: int) -> list[tuple[int, int, int, int]]:
     left, right = call.args[-2:]
     batch = left.shape[0] if left.dim() == 3 else 1
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-    return [(batch, chunk * rows, inner, columns)] * len(call.positions)
+    return [(batch, chunk * rows, inner, columns)] * len(call.argument_indices)
 
 
 def _pull_backs(subject: Subject, layers: list[int], rows: int):
