@@ -12,7 +12,7 @@ from captum_hta.integrations.transformers.pretrained import demo_path
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What a configuration says.
+    """Layers and heads, as a configuration names them.
 
     Attributes:
         name: What the model will be called.
@@ -35,7 +35,7 @@ def configured_dimensions(model: str | None, part: str | None = None) -> Dimensi
     path = demo_path() if model is None else model
     try:
         config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError):  # loading the model says what is wrong with it
+    except (OSError, ValueError):  # loading the model raises the error that explains it
         return None
     decoder = part in ("decoder", "cross")
     layers = ("decoder_layers", "num_decoder_layers") if decoder else ()

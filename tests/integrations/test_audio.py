@@ -1,4 +1,4 @@
-"""Audio as people have them: what is heard of them, and what is said of what cannot be."""
+"""Audio as people have it: what is read, and the errors for what cannot be read."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def extractor() -> hf.WhisperFeatureExtractor:
 
 
 def whisper(**options: object) -> hf.WhisperModel:
-    """A model that hears a second, in 50 tokens."""
+    """A model that reads one second, as 50 tokens."""
     torch.manual_seed(0)
     config = hf.WhisperConfig(**(WHISPER | {"max_source_positions": 50} | options))
     return hf.WhisperForConditionalGeneration(config).eval()
 
 
-def test_a_audio_is_read() -> None:
-    """As the feature extractor hears it, with times for labels."""
+def test_audio_is_read() -> None:
+    """The features are those of the extractor, and the labels are times."""
     model = TransformersModel(whisper(), extractor(), part="encoder")
     found = contributions(model, WAVE, source="previous_layer")
     assert found.tokens[0][:3] == ["0.00 s", "0.02 s", "0.04 s"]
@@ -89,14 +89,14 @@ PROBLEMS: dict[str, tuple[object, type[Exception], str]] = {
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_what_is_no_audio(problem: str) -> None:
-    """An error that says what is read."""
+    """The error names what is read."""
     given, kind, words = PROBLEMS[problem]
     with pytest.raises(kind, match=words):
         contributions(TransformersModel(tiny("Whisper"), None, part="encoder"), given)
 
 
-def test_a_audio_that_is_too_long() -> None:
-    """It is not cut unsaid, as the feature extractor would."""
+def test_audio_that_is_too_long() -> None:
+    """It is refused, where the feature extractor would cut it without a word."""
     model = TransformersModel(whisper(), extractor(), part="encoder")
     with pytest.raises(ValueError, match="20000 numbers, but the model reads at most 16000, at 16000 Hz"):
         contributions(model, np.zeros(20000))

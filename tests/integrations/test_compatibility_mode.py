@@ -27,7 +27,7 @@ FLOAT32 = 1e-6
 
 
 def plain(name: str) -> Module:
-    """With a head, away from where biases are nought and norms are one."""
+    """A model with a head, whose biases are not zero and whose norms are not one."""
     model = tiny_with_head(name)
     with torch.no_grad():
         for parameter in model.parameters():

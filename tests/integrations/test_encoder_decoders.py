@@ -42,7 +42,7 @@ def read(name: str) -> str | Tensor:
 
 
 def other(name: str) -> tuple[str | Tensor, str]:
-    """Another pair; a shorter one, but for audio, which are of one length."""
+    """Another pair, shorter except for audio, which has one length."""
     return (AUDIO[1] if name == "Whisper" else OTHER[0], OTHER[1])
 
 
@@ -197,7 +197,7 @@ def test_parts_are_named() -> None:
 
 
 def test_a_decoder_needs_a_pair() -> None:
-    """The error says which texts."""
+    """The error names what is read."""
     with pytest.raises(TypeError, match=r"what the encoder reads .* and the text of the decoder, got 'one"):
         contributions(adapter("T5", "decoder"), "one two")
 

@@ -247,7 +247,7 @@ def test_refused(load: Callable[[], object], error: type[Exception], message: st
 def test_proof_catches_a_wrong_target(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: str, point: str, message: str
 ) -> None:
-    """A target that is not what its name says is refused."""
+    """A target that is not the value it is named after is refused."""
     right = HookedModel.target
 
     def wrong(self: HookedModel, layer: int, asked: str = "head") -> Module:
@@ -286,7 +286,7 @@ def test_what_becomes_of_heads(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.encoder])
 def test_logits_and_their_directions(name: str) -> None:
-    """The model's logits, and the gradient of one with respect to what a head adds, the final scale held."""
+    """The model's logits, and the gradient of one in what a head adds, with the final scale fixed."""
     model = adapter(name)
     batch = model.batch([model.encode(TEXT)])
     plain = tiny(name)

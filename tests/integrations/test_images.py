@@ -45,7 +45,7 @@ def adapter(name: str) -> TransformersModel:
 
 
 def photograph(mode: str = "RGB", size: tuple[int, int] = (30, 20)) -> Image.Image:
-    """A image of noise."""
+    """An image of noise."""
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(noise).convert(mode)
 
@@ -157,7 +157,7 @@ def test_a_place_is_where_its_patch_is() -> None:
 
 @every_model
 def test_loading_looks_at_few_tokens(name: str) -> None:
-    """A image as large as the model reads would take minutes to prove; nothing is left behind."""
+    """Checking an image of full size would take minutes. No hook is left behind."""
     model = TransformersModel(tiny(name), None)
     assert "[1, 6, 16]" in {check.found for check in model.checks}
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.model.modules())
@@ -239,7 +239,7 @@ def test_grey_models() -> None:
     assert contributions(model, photograph()).encodings[0].image.shape == (12, 12, 3)
 
 
-def test_a_image_on_its_side_is_turned(tmp_path: Path) -> None:
+def test_an_image_on_its_side_is_turned(tmp_path: Path) -> None:
     """As cameras note it."""
     image, turned = photograph(), Image.Exif()
     turned[0x0112] = 6
@@ -292,7 +292,7 @@ PROBLEMS: dict[str, tuple[object, type[Exception], str]] = {
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_what_is_no_image(problem: str) -> None:
-    """An error that says what is read."""
+    """The error names what is read."""
     given, kind, words = PROBLEMS[problem]
     with pytest.raises(kind, match=words):
         contributions(adapter("ViT"), given)
@@ -316,13 +316,13 @@ def test_models_of_text_refuse_images(image: object) -> None:
 
 
 def test_a_tokenizer_is_no_processor() -> None:
-    """The error says what to pass."""
+    """The error names what to pass."""
     with pytest.raises(TypeError, match="ViTModel reads images: pass an image processor, got WordTokenizer"):
         load_model(tiny("ViT"), tokenizer=WordTokenizer(60))
 
 
 def test_transformer_lens_does_not_bridge_them() -> None:
-    """The error says what to do."""
+    """The error names the remedy."""
     with pytest.raises(ValueError, match="reads texts, and ViTModel images: leave out adapter"):
         load_model(tiny("ViT"), adapter="transformer_lens")
 

@@ -89,7 +89,7 @@ def test_repeated_tokens_are_told_apart() -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad", [None, "<|end|>"])
 def test_padding_of_a_decoder(side: str, pad: str | None) -> None:
-    """Whatever the tokenizer says of padding, even nothing; and it stays as it was."""
+    """The padding settings of the tokenizer do not matter, and are left as they were."""
     tokenizer = byte_level(pad=pad)
     tokenizer.padding_side = side
     model = gpt2(tokenizer)
@@ -216,7 +216,7 @@ def test_a_trained_model_is_loaded_in_eval_mode() -> None:
 
 
 def test_meta_device() -> None:
-    """Weights that are not there are an error that says so."""
+    """Weights on the meta device are an error."""
     with torch.device("meta"):
         model = transformers.GPT2Model(
             transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300)

