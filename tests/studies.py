@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from captum_hta.study.analysis import Dimensions, TextResult
+from captum_hta.study.analysis import TextResult
+from captum_hta.study.encoded_corpus import Dimensions
 
 Array = np.ndarray
 

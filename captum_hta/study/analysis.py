@@ -16,31 +16,12 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-    from captum_hta.study.encoded_corpus import EncodedCorpus
+    from captum_hta.study.encoded_corpus import Dimensions, EncodedCorpus
 
 Advance = Callable[[float], object]
 """Called with a share of the work that has been done."""
 Once = Callable[[Callable[[Advance], Mapping[str, Array]]], Mapping[str, Array]]
 """Calls a function and keeps the arrays that it returns in the checkpoint, or reads them from there."""
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """Sizes of the arrays of a study.
-
-    Attributes:
-        layers: Numbers of the layers on the layer axis.
-        heads: Number of heads of a layer.
-        d_head: Width of a head's output.
-        longest: Tokens of the longest text.
-        num_layers: Number of layers of the model, studied or not.
-    """
-
-    layers: list[int]
-    heads: int
-    d_head: int
-    longest: int
-    num_layers: int
 
 
 @dataclass(frozen=True)

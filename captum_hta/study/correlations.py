@@ -13,7 +13,8 @@ import pandas as pd
 
 from captum_hta.statistics.accumulators import RowMean
 from captum_hta.statistics.correlations import StandardRows, is_causal
-from captum_hta.study.analysis import Analysis, Dimensions, TextResult, finite
+from captum_hta.study.analysis import Analysis, TextResult, finite
+from captum_hta.study.encoded_corpus import Dimensions
 from captum_hta.study.settings import SOURCES
 
 BOUNDS = {"pearson": (0.7, 0.85), "spearman": (0.9, 0.95)}

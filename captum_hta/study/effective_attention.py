@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from captum_hta.statistics.accumulators import RowMean
 from captum_hta.statistics.correlations import is_causal, standard_values
-from captum_hta.study.analysis import Analysis, Dimensions, TextResult
+from captum_hta.study.analysis import Analysis, TextResult
+from captum_hta.study.encoded_corpus import Dimensions
 
 if TYPE_CHECKING:
     from captum_hta.study.encoded_corpus import EncodedCorpus

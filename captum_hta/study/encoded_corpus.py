@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,9 +12,27 @@ from numpy.typing import NDArray
 
 from captum_hta.model.encoding import Encoding, Text
 from captum_hta.model.protocol import Model
-from captum_hta.study.analysis import Dimensions
 from captum_hta.study.settings import StudySettings
 from captum_hta.texts import encoded, groups
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Sizes of the arrays of a study.
+
+    Attributes:
+        layers: Numbers of the layers on the layer axis.
+        heads: Number of heads of a layer.
+        d_head: Width of a head's output.
+        longest: Tokens of the longest text.
+        num_layers: Number of layers of the model, studied or not.
+    """
+
+    layers: list[int]
+    heads: int
+    d_head: int
+    longest: int
+    num_layers: int
 
 
 class EncodedCorpus:

@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 
 from captum_hta.statistics.accumulators import Accumulator, Largest, RowMean
-from captum_hta.study.analysis import Analysis, Dimensions, TextResult, finite
+from captum_hta.study.analysis import Analysis, TextResult, finite
+from captum_hta.study.encoded_corpus import Dimensions
 from captum_hta.study.settings import SOURCES
 
 

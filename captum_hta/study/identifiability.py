@@ -28,7 +28,8 @@ from captum_hta.model.encoding import Encoding
 from captum_hta.model.protocol import Model
 from captum_hta.model.sites import observed, without_autocast
 from captum_hta.statistics.accumulators import RowMean
-from captum_hta.study.analysis import Advance, Analysis, Dimensions, Once
+from captum_hta.study.analysis import Advance, Analysis, Once
+from captum_hta.study.encoded_corpus import Dimensions
 from captum_hta.study.token_maps import Tokens, fit
 from captum_hta.texts import batches_of
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from captum_hta.jacobian.norms import NORMS
 from captum_hta.statistics.accumulators import Accumulator, Distribution, RowMean
-from captum_hta.study.analysis import Analysis, Dimensions, TextResult
+from captum_hta.study.analysis import Analysis, TextResult
+from captum_hta.study.encoded_corpus import Dimensions
 
 if TYPE_CHECKING:
     from captum_hta.study.encoded_corpus import EncodedCorpus

@@ -18,7 +18,8 @@ from scipy.special import entr
 from captum_hta.computation import jointly
 from captum_hta.statistics.accumulators import RowMean
 from captum_hta.statistics.correlations import is_causal
-from captum_hta.study.analysis import Analysis, Dimensions, Once, TextResult
+from captum_hta.study.analysis import Analysis, Once, TextResult
+from captum_hta.study.encoded_corpus import Dimensions
 
 if TYPE_CHECKING:
     from captum_hta.study.encoded_corpus import EncodedCorpus

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pandas as pd
 
 from captum_hta.statistics.accumulators import OffsetHistogram
-from captum_hta.study.analysis import Analysis, Dimensions, TextResult
+from captum_hta.study.analysis import Analysis, TextResult
+from captum_hta.study.encoded_corpus import Dimensions
 
 QUANTITIES = ("attention", "input")
 

@@ -31,9 +31,9 @@ from captum_hta.model.protocol import Model
 from captum_hta.result import Contributions
 from captum_hta.statistics.correlations import Array
 from captum_hta.study.analyses import ANALYSES
-from captum_hta.study.analysis import Advance, Analysis, Dimensions, TextResult
+from captum_hta.study.analysis import Advance, Analysis, TextResult
 from captum_hta.study.checkpoint import OtherRunError, Shards
-from captum_hta.study.encoded_corpus import EncodedCorpus, special_tokens
+from captum_hta.study.encoded_corpus import Dimensions, EncodedCorpus, special_tokens
 from captum_hta.study.folder import Matrices, is_kept, keep
 from captum_hta.study.settings import HIDDEN, SOURCES, StudySettings
 from captum_hta.study.stopwatch import Stopwatch

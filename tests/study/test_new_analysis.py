@@ -16,9 +16,9 @@ from captum_hta.report.page import Section, Table
 from captum_hta.statistics.accumulators import RowMean
 from captum_hta.study import run as study
 from captum_hta.study.analyses import ANALYSES
-from captum_hta.study.analysis import Analysis, Dimensions, Once, TextResult
+from captum_hta.study.analysis import Analysis, Once, TextResult
 from captum_hta.study.checkpoint import Shards
-from captum_hta.study.encoded_corpus import EncodedCorpus
+from captum_hta.study.encoded_corpus import Dimensions, EncodedCorpus
 from captum_hta.study.run import Study, run
 from captum_hta.study.settings import StudySettings
 
