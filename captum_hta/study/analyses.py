@@ -4,8 +4,8 @@ from captum_hta.study.analysis import Analysis
 from captum_hta.study.correlations import Correlations
 from captum_hta.study.effective_attention import EffectiveCorrelation
 from captum_hta.study.errors import ProbeErrors
+from captum_hta.study.hidden_tokens import Mixing
 from captum_hta.study.identifiability import Identifiability
-from captum_hta.study.mixing import Mixing
 from captum_hta.study.patterns import Patterns
 from captum_hta.study.positions import RelativePositions
 

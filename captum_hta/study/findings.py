@@ -17,7 +17,7 @@ import pandas as pd
 
 from captum_hta.study.analysis import finite
 from captum_hta.study.correlations import share_over
-from captum_hta.study.mixing import by_distance
+from captum_hta.study.hidden_tokens import by_distance
 
 BERT_LAYERS, BERT_HEADS = 12, 144
 FIGURE_1, FIGURE_6 = "Pascual et al. 2021, Figure 1", "Pascual et al. 2021, Figure 6"

@@ -15,14 +15,14 @@ from studies import dimensions, text_result
 
 from captum_hta.report.correlations import correlation_figure
 from captum_hta.report.effective_attention import effective_figure
+from captum_hta.report.hidden_tokens import neighbours_figure, own_share_figure
 from captum_hta.report.identifiability import MAP_NAMES, identifiability_figure
 from captum_hta.report.methods import agreement_figure, faithfulness_figure
-from captum_hta.report.mixing import neighbours_figure, own_share_figure
 from captum_hta.report.patterns import pattern_figure
 from captum_hta.report.positions import centre_figure, centres_of_studies_figure, histogram_figure
 from captum_hta.study.effective_attention import EffectiveCorrelation
+from captum_hta.study.hidden_tokens import Mixing
 from captum_hta.study.identifiability import DISTANCES, MAPS
-from captum_hta.study.mixing import Mixing
 from captum_hta.study.patterns import PATTERNS, PatternExample
 from captum_hta.views.names import QUANTITY_NAMES
 

@@ -22,7 +22,7 @@ from captum_hta.report.layers import COLUMNS as LAYER_COLUMNS
 from captum_hta.study.correlations import Correlations
 from captum_hta.study.effective_attention import EffectiveCorrelation
 from captum_hta.study.errors import ProbeErrors
-from captum_hta.study.mixing import Mixing
+from captum_hta.study.hidden_tokens import Mixing
 from captum_hta.study.outputs import MANIFEST
 from captum_hta.study.positions import RelativePositions
 from captum_hta.study.run import Study, run

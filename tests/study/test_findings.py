@@ -11,7 +11,7 @@ from studies import dimensions, text_result
 
 from captum_hta.study.correlations import Correlations
 from captum_hta.study.findings import FINDINGS, Found, findings
-from captum_hta.study.mixing import Mixing
+from captum_hta.study.hidden_tokens import Mixing
 from captum_hta.study.settings import SOURCES
 
 LENGTH = 6

@@ -9,7 +9,7 @@ from studies import dimensions, text_result
 
 from captum_hta import contributions, load_model
 from captum_hta.statistics.accumulators import BINS, Distribution
-from captum_hta.study.mixing import NEIGHBOURS, Mixing, by_distance
+from captum_hta.study.hidden_tokens import NEIGHBOURS, Mixing, by_distance
 from captum_hta.study.run import run
 from captum_hta.study.settings import StudySettings
 

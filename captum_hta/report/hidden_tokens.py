@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from captum_hta.report.over_layers import course, draw_grid, draw_layer_axis, width
 from captum_hta.report.page import CaptionedFigure, Section, Table
-from captum_hta.study.mixing import Mixing, by_distance
+from captum_hta.study.hidden_tokens import Mixing, by_distance
 from captum_hta.study.run import Study
 from captum_hta.views.style import INPUT, STYLE
 
@@ -115,7 +115,7 @@ def own_share_figure(mixing: pd.DataFrame) -> Figure:
     the largest share.
 
     Args:
-        mixing: As :meth:`captum_hta.study.mixing.Mixing.table` returns.
+        mixing: As :meth:`captum_hta.study.hidden_tokens.Mixing.table` returns.
     """
     layers = sorted(mixing["layer"])
     with mpl.rc_context(STYLE):
@@ -141,7 +141,7 @@ def neighbours_figure(mixing: pd.DataFrame) -> Figure:
     """What the tokens at each distance contribute to a hidden token together.
 
     Args:
-        mixing: As :meth:`captum_hta.study.mixing.Mixing.table` returns.
+        mixing: As :meth:`captum_hta.study.hidden_tokens.Mixing.table` returns.
     """
     layers = sorted(mixing["layer"])
     shares = by_distance(mixing).dropna(axis=1, how="all")
