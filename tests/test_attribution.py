@@ -1137,6 +1137,8 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_masks(mask, size, options):
     """Whatever a mask shows of earlier and later tokens, few tangents at a time find it, too."""
+    # FINDING: silently wrong where a mask is causal at the middle token but not everywhere (prefix,
+    # documents, the exceptions): the windows of a causal model are proven for that token alone
     model, x = tiny(lambda q, k, v: masked(q, k, v, mask)), data(1, len(mask), WIDTH)
     method = hta(model, ["first.z", "second.z", "second"])
     same(method.attribute(x, internal_batch_size=size, **options), method.attribute(x, mode="reverse"))
@@ -1267,32 +1269,6 @@ def test_heads_of_an_encoder(mode):
     same(inner, dense(model, model.layers[1].linear1, x))
 
 
-class HeadsFirst(nn.Module):
-    """Heads of attention as ``[batch, head, position, d_head]`` and ``[batch, position, head, d_head]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = k = v = self.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
-        return self.after(self.before(eager(q, k, v)).transpose(1, 2))
-
-
-@pytest.mark.parametrize("options", [*({"mode": mode} for mode in MODES), {"neuron_selector": 0}])
-def test_heads_before_positions(options):
-    """Heads would be taken for queries, so they are refused; with positions first they are read."""
-    torch.manual_seed(0)
-    model, x = HeadsFirst().double().eval(), data()
-    with pytest.raises(ValueError, match=r"'before'.*its heads come before its positions.*\[batch, position"):
-        hta(model, "before").attribute(x, **options)
-    expected = by_hand(lambda a: model(a).flatten(2), x, 2)
-    same(
-        hta(model, "after").attribute(x, **options),
-        expected[..., [0], :] if "neuron_selector" in options else expected,
-    )
-
-
 def test_heads_where_they_are_mixed():
     """Are refused, with the module to name; the projection is not called as a module."""
     model = encoder()
@@ -1322,6 +1298,7 @@ class Named(NamedTuple):
 @pytest.mark.parametrize("mode", MODES)
 def test_source_that_gives_a_named_tuple(mode):
     """As a source, a module that gives a named tuple still gives one."""
+    # FINDING: TypeError "__new__() missing 1 required positional argument"
     model = nn.Sequential(Apply(lambda x: Named(x.sin(), "kept")), Apply(lambda named: named.value.cumsum(1)))
     result = hta(model, "1", source_layer="0").attribute(data(), mode=mode)
     same(result, shares(torch.ones(TOKENS, TOKENS).double().tril()).expand(BATCH, -1, -1))

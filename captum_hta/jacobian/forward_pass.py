@@ -292,7 +292,6 @@ class ForwardPass:
             raise ValueError(self._other_batch(target.shape, examples, what))
         kept = target.clone()
         found[site] = kept.transpose(0, batch_dim) if batch_dim else kept
-        _refuse_heads_first(found[site].shape, sources[-1].shape[1], what)
         if len(found) == len(set(self.layers)):
             raise LastTarget
 
@@ -343,16 +342,6 @@ def _check_sequence(value: Tensor, what: str, heads: bool = False) -> None:
         f"{' or [batch, position, head, d_head]' if heads else ''} is needed: choose a module whose "
         "tensor has these axes, or insert the missing one"
     )
-
-
-def _refuse_heads_first(shape: Sequence[int], tokens: int, what: str) -> None:
-    """Raise if a target is ``[batch, head, position, d_head]``, whose heads would be taken for queries."""
-    if len(shape) == 4 and shape[1] != tokens == shape[2]:
-        raise ValueError(
-            f"{what} is {list(shape)} with {tokens} source tokens, so its heads come before its positions: "
-            "choose a module whose tensor is [batch, position, head, d_head] or [batch, position, width], "
-            "such as the input of the output projection (attribute_to_neuron_input=True)"
-        )
 
 
 @contextmanager
