@@ -1137,8 +1137,6 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_masks(mask, size, options):
     """Whatever a mask shows of earlier and later tokens, few tangents at a time find it, too."""
-    # FINDING: silently wrong where a mask is causal at the middle token but not everywhere (prefix,
-    # documents, the exceptions): the windows of a causal model are proven for that token alone
     model, x = tiny(lambda q, k, v: masked(q, k, v, mask)), data(1, len(mask), WIDTH)
     method = hta(model, ["first.z", "second.z", "second"])
     same(method.attribute(x, internal_batch_size=size, **options), method.attribute(x, mode="reverse"))
@@ -1298,7 +1296,6 @@ class Named(NamedTuple):
 @pytest.mark.parametrize("mode", MODES)
 def test_source_that_gives_a_named_tuple(mode):
     """As a source, a module that gives a named tuple still gives one."""
-    # FINDING: TypeError "__new__() missing 1 required positional argument"
     model = nn.Sequential(Apply(lambda x: Named(x.sin(), "kept")), Apply(lambda named: named.value.cumsum(1)))
     result = hta(model, "1", source_layer="0").attribute(data(), mode=mode)
     same(result, shares(torch.ones(TOKENS, TOKENS).double().tril()).expand(BATCH, -1, -1))

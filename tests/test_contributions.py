@@ -410,21 +410,6 @@ def test_precision_is_restored(tiny: TransformerLensModel) -> None:
 
 # --- errors --------------------------------------------------------------------------------------
 
-BAD_TEXTS: list[tuple[object, type[Exception], str]] = [
-    ([], ValueError, "no text"),
-    ((), ValueError, "no text"),
-    ([5], TypeError, "text 0 must be a string or a pair of strings, got 5"),
-    (["a", None], TypeError, "text 1"),
-    (["a", b"b"], TypeError, "text 1"),
-    ([("a",)], TypeError, "text 0"),
-    ([("a", "b", "c")], TypeError, "text 0"),
-    ([("a", 1)], TypeError, "text 0"),
-    (5, TypeError, "string"),
-    (None, TypeError, "string"),
-    ("w " * 39, ValueError, "text 0 has 41 tokens, but BertForMaskedLM reads at most 40"),
-    (["w", "w " * 60], ValueError, "text 1 has 62 tokens, but .* reads at most 40"),
-    ([("w " * 30, "w " * 30)], ValueError, "text 0 has 63 tokens, but .* reads at most 40"),
-]
 BAD_OPTIONS: list[tuple[dict, str]] = [
     ({"source": "hidden"}, "source must be 'input', 'previous_layer' or an int, got 'hidden'"),
     ({"source": None}, "source"),
