@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from captum.attr import GradientAttribution, NeuronAttribution
@@ -28,6 +28,10 @@ from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.norms import NORMS, NotFiniteError, shares
 from captum_hta.jacobian.query import ONE_PROBE, Query
 from captum_hta.model.sites import observed
+
+Attribution = Tensor | tuple[Tensor, ...] | list[Tensor | tuple[Tensor, ...]]
+"""For one source a tensor, for several a tuple; for several layers a list of these."""
+_T = TypeVar("_T", Tensor, object)
 
 
 class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: ignore[misc]  # Captum has no types
@@ -97,7 +101,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
 
     def __init__(
         self,
-        forward_func: Callable[..., Any],
+        forward_func: Callable[..., object],
         layer: Module | Sequence[Module],
         source_layer: Module | None = None,
         num_heads: int | None = None,
@@ -132,7 +136,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         self,
         inputs: Tensor | tuple[Tensor, ...],
         neuron_selector: int | slice | Sequence[int] | Tensor | None = None,
-        additional_forward_args: Any = None,
+        additional_forward_args: object = None,
         attribute_to_neuron_input: bool = False,
         n_probes: int | None = None,
         tolerance: float | None = None,
@@ -142,8 +146,8 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         return_standard_error: bool = False,
         mode: str | None = None,
         precision: str = "highest",
-        direction: Tensor | list[Tensor] | None = None,
-    ) -> Any:
+        direction: Tensor | Sequence[Tensor] | None = None,
+    ) -> Attribution | tuple[Attribution, ...]:
         r"""Attribute the target to the source.
 
         Works under ``torch.no_grad()`` and ``torch.inference_mode()``, and leaves hooks, gradient
@@ -238,7 +242,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         is_tuple = isinstance(inputs, tuple) and self.source_layer is None
         return self._formatted(answers, is_tuple, return_standard_error)
 
-    def _check_split(self, sources: tuple[Tensor, ...], extra: tuple[Any, ...], batch: int) -> None:
+    def _check_split(self, sources: tuple[Tensor, ...], extra: tuple[object, ...], batch: int) -> None:
         """Raise if a split of the inputs does not split the batch of the source."""
         if self.source_layer is None or (sources[0].dim() > 1 and self.batch_dim == 0):
             return
@@ -250,7 +254,9 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
                 f"source has {examples} examples: leave it out, or pass inputs with the batch on that axis"
             )
 
-    def _formatted(self, answers: list[Answer], is_tuple: bool, with_error: bool) -> Any:
+    def _formatted(
+        self, answers: list[Answer], is_tuple: bool, with_error: bool
+    ) -> Attribution | tuple[Attribution, ...]:
         """Contributions, and standard errors if asked for, in the form of the inputs and layers."""
         found = {
             layer: _contributions(answers, index) for index, layer in enumerate(dict.fromkeys(self._layers))
@@ -262,7 +268,7 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
             forms.append(values if several else values[0])
         return tuple(forms) if with_error else forms[0]
 
-    def compute_convergence_delta(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def compute_convergence_delta(self, *args: object, **kwargs: object) -> NoReturn:
         """Not defined here.
 
         Raises:
@@ -290,7 +296,7 @@ def _contributions(answers: list[Answer], index: int) -> tuple[tuple[Tensor, ...
     )
 
 
-def _as_tuple(extra: Any) -> tuple[Any, ...]:
+def _as_tuple(extra: object) -> tuple[object, ...]:
     if extra is None:
         return ()
     return extra if isinstance(extra, tuple) else (extra,)
@@ -303,22 +309,29 @@ def _splits(batch: int, internal_batch_size: int | None) -> Iterator[slice]:
         yield slice(start, min(start + step, batch))
 
 
-def _rows(values: tuple[Any, ...], rows: slice, batch: int, batch_dim: int) -> tuple[Any, ...]:
+def _rows(values: tuple[_T, ...], rows: slice, batch: int, batch_dim: int) -> tuple[_T, ...]:
     """Those rows of each tensor that has one for each example, as Captum splits a batch."""
     return values if rows == slice(0, batch) else tuple(_part(one, rows, batch, batch_dim) for one in values)
 
 
-def _part(value: Any, rows: slice, batch: int, batch_dim: int) -> Any:
+def _part(value: _T, rows: slice, batch: int, batch_dim: int) -> _T:
     """The rows of a value with an axis for examples: the batch axis, or the first one, as masks have it."""
-    shape = value.shape if isinstance(value, Tensor) else ()
-    axes = [dim for dim in (batch_dim, 0) if shape[dim : dim + 1] == (batch,)]
+    if not isinstance(value, Tensor):
+        return value
+    axes = [dim for dim in (batch_dim, 0) if value.shape[dim : dim + 1] == (batch,)]
     return value.narrow(axes[0], rows.start, rows.stop - rows.start) if axes else value
 
 
-def _direction_rows(direction: Any, rows: slice, batch: int) -> Any:
+def _direction_rows(
+    direction: Tensor | Sequence[Tensor] | None, rows: slice, batch: int
+) -> Tensor | Sequence[Tensor] | None:
     """Directions of some examples, where they have a batch axis."""
     if isinstance(direction, list | tuple):
-        return [_direction_rows(one, rows, batch) for one in direction]
+        return [_example_rows(one, rows, batch) for one in direction]
+    return _example_rows(direction, rows, batch) if isinstance(direction, Tensor) else direction
+
+
+def _example_rows(direction: Tensor, rows: slice, batch: int) -> Tensor:
     has_batch = isinstance(direction, Tensor) and direction.dim() >= 3 and len(direction) == batch
     return direction[rows] if has_batch else direction
 

@@ -63,7 +63,7 @@ def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
             yield rows[start : start + GROUP]
 
 
-def listed(model: Model, texts: Any) -> list[Any]:
+def listed(model: Model, texts: object) -> list[Any]:
     """One text or several, whatever the model reads, as a list.
 
     Raises:
@@ -94,7 +94,7 @@ def listed(model: Model, texts: Any) -> list[Any]:
     return rows
 
 
-def encoded(model: Model, text: Any, number: int, truncation: bool = False) -> Encoding:
+def encoded(model: Model, text: object, number: int, truncation: bool = False) -> Encoding:
     """A text as the model reads it.
 
     Args:
@@ -121,7 +121,7 @@ def encoded(model: Model, text: Any, number: int, truncation: bool = False) -> E
     return encoding
 
 
-def _check_characters(model: Model, text: Any, number: int) -> None:
+def _check_characters(model: Model, text: object, number: int) -> None:
     """Refuse a text that is far too long before it is tokenised, which takes much memory.
 
     Raises:
@@ -143,7 +143,7 @@ def text_lengths(encoding: Encoding) -> list[int]:
     return [len(one) for one in both if one is not None and one.content is None]
 
 
-def missing_tokens(model: Model, text: Any, encoding: Encoding) -> int:
+def missing_tokens(model: Model, text: object, encoding: Encoding) -> int:
     """The number of tokens that truncation removed from a text."""
     lengths = text_lengths(encoding)
     if model.max_length not in lengths:
@@ -151,7 +151,7 @@ def missing_tokens(model: Model, text: Any, encoding: Encoding) -> int:
     return sum(text_lengths(model.encode(text))) - sum(lengths)
 
 
-def cut_tokens(model: Model, texts: Sequence[Any], encodings: Sequence[Encoding]) -> list[int]:
+def cut_tokens(model: Model, texts: Sequence[object], encodings: Sequence[Encoding]) -> list[int]:
     """The number of tokens that truncation removed from each text, with a warning if there are any."""
     cut = [missing_tokens(model, *pair) for pair in zip(texts, encodings, strict=True)]
     if any(cut):

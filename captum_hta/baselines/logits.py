@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class LogitBaseline(Baseline):
         """The logit as a function of the tensor at a place, ``[copy, ...]``, and the model's arguments."""
         token = self._token(activations)
 
-        def logit(value: Tensor, *arguments: Any) -> Tensor:
+        def logit(value: Tensor, *arguments: object) -> Tensor:
             with replaced(place, lambda given: value.to(given.dtype).reshape(given.shape)):
                 return self._at(self.model.logits(*arguments))[:, token]
 
@@ -242,7 +242,7 @@ class EmbeddingBaseline(LogitBaseline):
         return values[self.position]
 
     @abstractmethod
-    def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[object, ...]) -> Tensor:
         """The attribution to each component of ``x``, ``[1, token, width]``."""
 
     def summary(self, components: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class EmbeddingSaliency(EmbeddingBaseline):
 
     name = "saliency"
 
-    def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[object, ...]) -> Tensor:
         """The attribution to each component of ``x``, ``[1, token, width]``."""
         found: Tensor = Saliency(logit).attribute(x, additional_forward_args=arguments)
         return found
@@ -279,7 +279,7 @@ class EmbeddingInputXGradient(EmbeddingBaseline):
 
     name = "input x gradient"
 
-    def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[object, ...]) -> Tensor:
         """The attribution to each component of ``x``, ``[1, token, width]``."""
         found: Tensor = InputXGradient(logit).attribute(x, additional_forward_args=arguments)
         return found
@@ -300,7 +300,7 @@ class EmbeddingIntegratedGradients(SteppedBaseline, EmbeddingBaseline):
 
     name = "integrated gradients"
 
-    def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    def attributed(self, logit: Callable[..., Tensor], x: Tensor, arguments: tuple[object, ...]) -> Tensor:
         """The attribution to each component of ``x``, ``[1, token, width]``."""
         found: Tensor = IntegratedGradients(logit).attribute(
             x, additional_forward_args=arguments, n_steps=self.n_steps, internal_batch_size=16

@@ -6,13 +6,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from captum_hta.jacobian.heads import HeadOutputs, known_heads, refuse_mixed_heads
 from captum_hta.jacobian.linearize.linearization import Linearization
@@ -61,9 +61,9 @@ class ForwardPass:
 
     def __init__(
         self,
-        forward_func: Callable[..., Any],
+        forward_func: Callable[..., object],
         inputs: tuple[Tensor, ...],
-        extra: tuple[Any, ...],
+        extra: tuple[object, ...],
         layers: Sequence[Module | Site],
         source: Module | Site | None = None,
         at_input: bool = False,
@@ -175,8 +175,7 @@ class ForwardPass:
             refuse_batch_statistics(self.forward_func)
         found: dict[Site, Tensor] = {}
         sources: list[Tensor] = []
-        inputs = tuple(_plain(value) for value in self.inputs)
-        extra = tree_map(_plain, self.extra)
+        inputs, extra = tree_map(_plain, (self.inputs, self.extra))
         with ExitStack() as hooks:
             if self.source is None:
                 inputs = tuple(self._entered(x, enter, sources) for x in inputs)
@@ -201,8 +200,8 @@ class ForwardPass:
         sources.append(source)
         return enter(source).transpose(0, self.batch_dim) if self.batch_dim else enter(source)
 
-    def _hook_source(self, site: Site, enter: Enter, sources: list[Tensor]) -> Any:
-        def replaced(value: Any) -> Any:
+    def _hook_source(self, site: Site, enter: Enter, sources: list[Tensor]) -> RemovableHandle:
+        def replaced(value: object) -> object:
             if sources and site.call is None:
                 raise ValueError(
                     f"{self.name(site)} is called more than once before the target: choose a module "
@@ -233,13 +232,13 @@ class ForwardPass:
             f"there, or pass {remedy}"
         )
 
-    def _hook_sequence_first(self, sources: list[Tensor]) -> Any:
+    def _hook_sequence_first(self, sources: list[Tensor]) -> RemovableHandle:
         """Refuse modules that take for a sequence what is the batch of the source; alone, an example does not
         show it by mixing with others.
         """
         thread = threading.get_ident()
 
-        def check(module: Module, args: Any) -> None:
+        def check(module: Module, args: tuple[object, ...]) -> None:
             if not isinstance(module, nn.MultiheadAttention | nn.RNNBase) or module.batch_first:
                 return
             x = args[0] if args else None
@@ -269,8 +268,8 @@ class ForwardPass:
         if attention:
             hooks.enter_context(HeadOutputs(keep, list(attention)))
 
-    def _hook_target(self, site: Site, found: dict[Site, Tensor], sources: list[Tensor]) -> Any:
-        def keep(value: Any) -> None:
+    def _hook_target(self, site: Site, found: dict[Site, Tensor], sources: list[Tensor]) -> RemovableHandle:
+        def keep(value: object) -> None:
             target = only_tensor(site.pick(value), self._what(site))
             self._keep(site, target, found, sources, self.batch_dim)
 
@@ -329,7 +328,7 @@ def _heads(name: str, target: Tensor, num_heads: int | None) -> int | None:
     return num_heads
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A tensor made under ``inference_mode`` cannot be differentiated; its copy can."""
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 

@@ -11,12 +11,14 @@ from torch import Tensor, eye
 from torch.nn import Module, MultiheadAttention, functional
 from torch.overrides import TorchFunctionMode
 
+from captum_hta.jacobian.torch_internals import Arguments, Keywords
+
 _OF_QUERIES = re.compile(r"attn\.(hook_z|hook_q|hook_rot_q|o\.hook_in|q\.hook_out)$")
 _OF_KEYS = re.compile(r"attn\.(hook_k|hook_v|hook_rot_k|k\.hook_out|v\.hook_out)$")
 _SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 
 
-def known_heads(forward_func: Callable[..., Any], module: Module) -> int | None:
+def known_heads(forward_func: Callable[..., object], module: Module) -> int | None:
     """The number of heads that a hook point of TransformerLens holds side by side, by its model's ``cfg``.
 
     Returns:
@@ -62,7 +64,9 @@ class HeadOutputs(TorchFunctionMode):
         super().__init__()
         self.keep, self.modules = keep, modules
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func is not functional.multi_head_attention_forward:
             return func(*args, **(kwargs or {}))
         bound = _SIGNATURE.bind(*args, **(kwargs or {}))

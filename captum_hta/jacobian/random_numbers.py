@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor
 
-from captum_hta.jacobian.torch_internals import TorchDispatchMode, seeded_variant, tree_flatten
+from captum_hta.jacobian.torch_internals import (
+    Arguments,
+    Keywords,
+    Operator,
+    TorchDispatchMode,
+    seeded_variant,
+    tree_flatten,
+)
 
 
 class OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch gives it no types
@@ -21,7 +28,9 @@ class OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # P
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators: dict[torch.device, Generator] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Operator, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in function.tags or kwargs.get("generator") is not None:
             return function(*args, **kwargs)
@@ -38,11 +47,11 @@ class OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # P
         return self._generators[device]
 
 
-def _device(args: Any, kwargs: Any) -> torch.device:
+def _device(args: Arguments, kwargs: Keywords) -> torch.device:
     """The device that an operator draws on."""
-    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
-    device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
-    return device if device.type == "cuda" else torch.device("cpu")
+    found = [value.device for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+    device = found[0] if found else kwargs.get("device")
+    return device if isinstance(device, torch.device) and device.type == "cuda" else torch.device("cpu")
 
 
 def _state(device: torch.device) -> Tensor:
@@ -53,7 +62,7 @@ def _set_state(state: Tensor, device: torch.device) -> None:
     torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
 
 
-def _swapped(generator: Generator, run: Any) -> Any:
+def _swapped(generator: Generator, run: Callable[[], object]) -> object:
     """Run an operator that takes no generator, such as a dropout, with the state of this one."""
     before = _state(generator.device)
     _set_state(generator.get_state(), generator.device)

@@ -6,7 +6,8 @@ No other module of the core imports a private module of PyTorch or reads a priva
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 __all__ = [
     "BATCH_NORM_OPERATORS",
+    "Arguments",
+    "Keywords",
+    "Operator",
     "StorageWeakRef",  # keeps the number of a storage from being given to another, and no memory
     "TorchDispatchMode",  # the only view of operators below autograd, of which a recording consists
     "TreeSpec",
@@ -33,6 +37,25 @@ __all__ = [
     "writes_to_arguments",
 ]
 
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
+
+
+class Operator(Protocol):
+    """An ATen operator with one signature, as a dispatch mode gets it: PyTorch's class is untyped."""
+
+    tags: Collection[object]
+    overloadpacket: object
+    _schema: torch._C.FunctionSchema
+    _overloadname: str
+
+    def name(self) -> str:
+        """The operator's name, such as ``aten::add.Tensor``."""
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Run the operator: a tensor, several of them, a number, or nothing."""
+
+
 _aten = torch.ops.aten
 BATCH_NORM_OPERATORS = (
     _aten.native_batch_norm,
@@ -47,36 +70,37 @@ def is_batch_norm(module: Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
-def operator_name(operator: Any) -> str:
+def operator_name(operator: Operator) -> str:
     """The name of an ATen operator without its overload, such as ``addmm``."""
-    return str(operator.name()).partition(".")[0].removeprefix("aten::")
+    return operator.name().partition(".")[0].removeprefix("aten::")
 
 
-def writes_to_arguments(operator: Any) -> bool:
+def writes_to_arguments(operator: Operator) -> bool:
     """Whether an operator changes an argument; nothing public tells this before it runs."""
-    return bool(operator._schema.is_mutable)
+    return operator._schema.is_mutable
 
 
-def functional_variant(operator: Any) -> Any | None:
+def functional_variant(operator: Operator) -> Operator | None:
     """The operator that returns what an in-place operator writes to its first argument, if there is one.
 
     Overloads are found by the names in their schemas, for which there is no public look-up.
     """
     namespace, _, name = operator._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    variant = getattr(packet, operator._overloadname, None)
+    variant: Operator | None = getattr(packet, operator._overloadname, None)
     if not name.endswith("_") or variant is None or writes_to_arguments(variant):
         return None
     return variant
 
 
-def seeded_variant(operator: Any) -> Any | None:
+def seeded_variant(operator: Operator) -> Operator | None:
     """The overload of an operator that draws from a generator, if there is one; nothing public lists them."""
     names = {argument.name for argument in operator._schema.arguments}
     if "generator" in names:
         return operator
     overload = f"{operator._overloadname.removesuffix('default')}_generator".removeprefix("_")
-    return getattr(operator.overloadpacket, overload, None)
+    variant: Operator | None = getattr(operator.overloadpacket, overload, None)
+    return variant
 
 
 def version_of(tensor: Tensor) -> int:

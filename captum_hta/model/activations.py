@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,11 +94,11 @@ class Activations:
             )
         return value
 
-    def run(self) -> Any:
+    def run(self) -> object:
         """Run the model."""
         return self.model.forward(*self.batch.inputs, *self.batch.extra)
 
-    def repeated(self, count: int) -> tuple[Any, ...]:
+    def repeated(self, count: int) -> tuple[Tensor | None, ...]:
         """The arguments of ``forward`` for ``count`` copies of the text."""
         return tuple(
             value.expand(count, *value.shape[1:]) if isinstance(value, Tensor) else value

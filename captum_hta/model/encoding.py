@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +68,7 @@ class Batch:
     """
 
     inputs: tuple[Tensor, ...]
-    extra: tuple[Any, ...]
+    extra: tuple[Tensor | None, ...]
     mask: Tensor
     key_mask: Tensor | None = None
 

@@ -50,7 +50,7 @@ class Reader(Protocol):
     def longest(self) -> int | None:
         """The number of tokens of every text, where all have the same; ``None`` where they differ."""
 
-    def accepts(self, text: Any) -> bool:
+    def accepts(self, text: object) -> bool:
         """Whether it reads objects of this kind."""
 
     def sample(self) -> Encoding:
@@ -124,7 +124,7 @@ class Model(Protocol):
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
         """Pad encodings on the right to a batch on the model's device."""
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any) -> object:
         """Run the model on ``(*batch.inputs, *batch.extra)``."""
 
     def source(self, layer: int) -> Module | Site:

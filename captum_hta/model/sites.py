@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ class Site:
     call: int | None = None
     item: int | None = None
 
-    def pick(self, value: Any) -> Any:
+    def pick(self, value: object) -> object:
         """The item of what the module returns or reads."""
         return value[self.item] if self.item is not None and isinstance(value, tuple | list) else value
 
@@ -70,7 +70,7 @@ def observed(sites: dict[str, Module | Site], run: Callable[[], object]) -> dict
     return found
 
 
-def hook_site(site: Site, action: Callable[[Any], Any]) -> RemovableHandle:
+def hook_site(site: Site, action: Callable[[Any], object]) -> RemovableHandle:
     """Call ``action`` with the value at the site; its result, unless ``None``, replaces the value.
 
     Forward passes of other threads are not affected.
@@ -81,16 +81,18 @@ def hook_site(site: Site, action: Callable[[Any], Any]) -> RemovableHandle:
     def concerned() -> bool:
         return threading.get_ident() == thread and (site.call is None or next(calls) == site.call)
 
-    def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(
+        module: Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[object, dict[str, object]] | None:
         if not concerned():
             return None
-        name = main_keyword(kwargs)
-        new = action(args[0] if args else kwargs.get(name or ""))
+        name = main_keyword(kwargs) or ""
+        new = action(args[0] if args else kwargs.get(name))
         if new is None:
             return None
         return ((new, *args[1:]), kwargs) if args else (args, kwargs | {name: new})
 
-    def after(module: Module, args: Any, out: Any) -> Any:
+    def after(module: Module, args: object, out: object) -> object:
         return action(out) if concerned() else None
 
     if site.at_input:
@@ -103,7 +105,7 @@ def replaced(place: Module | Site, change: Callable[[Tensor], Tensor]) -> Iterat
     """Change the tensor at a site within the context."""
     site = as_site(place)
 
-    def act(value: Any) -> Any:
+    def act(value: object) -> object:
         tensor = only_tensor(site.pick(value), "the value to be replaced")
         return with_replaced(value, tensor, change(tensor))
 
@@ -114,12 +116,13 @@ def replaced(place: Module | Site, change: Callable[[Tensor], Tensor]) -> Iterat
         handle.remove()
 
 
-def with_replaced(value: Any, old: Tensor, new: Tensor) -> Any:
+def with_replaced(value: object, old: Tensor, new: Tensor) -> object:
     """What a module returns or reads, a tensor or a tuple with tensors, with one of the tensors replaced."""
-    if isinstance(value, Tensor):
+    if not isinstance(value, tuple | list):
         return new
     items = [new if item is old else item for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    build: Callable[..., object] = type(value)
+    return build(*items) if hasattr(value, "_fields") else build(items)
 
 
 @contextmanager
@@ -132,7 +135,7 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def main_keyword(kwargs: dict[str, Any]) -> str | None:
+def main_keyword(kwargs: Mapping[str, object]) -> str | None:
     """The name of the keyword argument that holds the hidden states, or else the first float tensor."""
     floats = [
         name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from captum_hta.jacobian.linearize.jvp_rules import ELEMENTWISE, Push, outer, product_push
-from captum_hta.jacobian.linearize.recorder import Call
+from captum_hta.jacobian.linearize.jvp_rules import ELEMENTWISE, outer, product_push
+from captum_hta.jacobian.linearize.recorder import Call, Push
 from captum_hta.jacobian.linearize.tokenwise import TokenJacobians
 from captum_hta.jacobian.torch_internals import tree_flatten, tree_unflatten
 
@@ -192,7 +191,7 @@ def _shortened_axis(whole: tuple[int, ...], part: Sequence[int], window: Window)
     return axis
 
 
-def _narrowed_arguments(call: Call, axes: Mapping[int, TokenAxis], window: Window) -> list[Any]:
+def _narrowed_arguments(call: Call, axes: Mapping[int, TokenAxis], window: Window) -> list[object]:
     """The arguments of a call on the window. Fixed tensors are narrowed where they broadcast against
     tokens.
     """

@@ -14,15 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from captum_hta.jacobian.linearize.recorder import Call, NotLinearizableError
+from captum_hta.jacobian.linearize.recorder import Call, NotLinearizableError, Output, Push
 
 aten = torch.ops.aten
-Push = Callable[..., Any]
 Rule = Callable[[Call], Push]
 
 
@@ -55,9 +53,10 @@ def _generic(call: Call) -> Push:
     """Any operator with a forward derivative in PyTorch: ``vmap`` of its ``jvp``."""
     primals = call.primals
 
-    def push(*tangents: Tensor | None) -> Any:
+    def push(*tangents: Tensor | None) -> Output:
         filled = _filled(tangents, primals)
-        return torch.func.vmap(lambda *t: torch.func.jvp(call.apply, primals, t)[1])(*filled)
+        out: Output = torch.func.vmap(lambda *t: torch.func.jvp(call.apply, primals, t)[1])(*filled)
+        return out
 
     with torch.no_grad():  # an error shows now that there is no derivative
         push(*(primal.new_zeros(1, *primal.shape) for primal in primals))
@@ -81,9 +80,8 @@ def _linear(call: Call) -> Push:
     return lambda *tangents: mapped(*_filled(tangents, primals))
 
 
-def _without_value(value: Any) -> Any:
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return torch.zeros_like(value) if floating else value
+def _without_value(value: object) -> object:
+    return torch.zeros_like(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _identity(call: Call) -> Push:
@@ -160,7 +158,7 @@ def _aligned(tangent: Tensor, rank: int) -> Tensor:
     return tangent.reshape(len(tangent), *(1,) * missing, *tangent.shape[1:]) if missing else tangent
 
 
-def _weighted_sum(call: Call, weights: Sequence[Any]) -> Push:
+def _weighted_sum(call: Call, weights: Sequence[Tensor | float | None]) -> Push:
     """``sum_k weights[k] * tangent[k]``, broadcast to the output; ``None`` means a weight of one."""
     shape, dtype = call.shape, call.dtype
 
@@ -177,7 +175,7 @@ def _weighted_sum(call: Call, weights: Sequence[Any]) -> Push:
     return push
 
 
-def _plus_weighted(total: Tensor | None, term: Tensor, weight: Any) -> Tensor:
+def _plus_weighted(total: Tensor | None, term: Tensor, weight: Tensor | float | None) -> Tensor:
     if total is not None and isinstance(weight, Tensor):
         return torch.addcmul(total, term, weight)
     weighted: Tensor = term if weight is None else term * weight
@@ -245,7 +243,7 @@ def _batched_product(call: Call) -> Push:
 
 def product_push(
     call: Call, left: Tensor, right: Tensor, place: Callable[[Tensor], Tensor] = lambda term: term
-) -> Push:
+) -> Callable[..., Tensor]:
     r"""``bmm``: :math:`d(AB) = dA\,B + A\,dB`, each as one product per matrix of the batch.
 
     Args:
@@ -255,11 +253,13 @@ def product_push(
         place: Puts :math:`A\,dB` in its place in the result.
     """
 
-    def push(*tangents: Tensor | None) -> Tensor | None:
+    def push(*tangents: Tensor | None) -> Tensor:
         moved = dict(zip(call.argument_indices, tangents, strict=True))
         d_left, d_right = moved.get(0), moved.get(1)
         total = None if d_right is None else place(_fixed_left(left, d_right))
-        return total if d_left is None else _fixed_right(d_left, right, total)
+        total = total if d_left is None else _fixed_right(d_left, right, total)
+        assert total is not None  # a push gets one tangent at least
+        return total
 
     return push
 
@@ -290,6 +290,7 @@ def _softmax(call: Call) -> Push:
     scores, dim = call.args[0], call.args[1]
     dim = dim if dim < 0 else dim - scores.dim()
     probabilities = call.apply(scores)
+    assert isinstance(probabilities, Tensor)
 
     def push(tangent: Tensor) -> Tensor:
         weighted = tangent * probabilities

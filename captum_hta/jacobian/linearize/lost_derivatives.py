@@ -19,7 +19,6 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,9 @@ from torch.nn import Module
 
 from captum_hta.jacobian.linearize.recorder import refuse_training
 from captum_hta.jacobian.torch_internals import (
+    Arguments,
+    Keywords,
+    Operator,
     StorageWeakRef,
     TorchDispatchMode,
     operator_name,
@@ -124,7 +126,9 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         """How ``tensor`` depends on the sources; ``None`` if it does not."""
         return self._read(tensor, recording=True)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Operator, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         refuse_training(function, args)
         leaves = tree_flatten((args, kwargs or {}))[0]
         tensors = [value for value in leaves if isinstance(value, Tensor)]
@@ -133,7 +137,7 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         self._follow(function, tensors, outputs)
         return out
 
-    def _follow(self, function: Any, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def _follow(self, function: Operator, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Note how the outputs of an operator depend on the sources."""
         name, recording = operator_name(function), torch.is_grad_enabled()
         read = [] if _reads_no_values(name) else list(self._dependences(tensors, recording))

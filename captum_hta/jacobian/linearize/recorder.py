@@ -15,6 +15,9 @@ from torch.nn import Module
 
 from captum_hta.jacobian.torch_internals import (
     BATCH_NORM_OPERATORS,
+    Arguments,
+    Keywords,
+    Operator,
     TorchDispatchMode,
     TreeSpec,
     functional_variant,
@@ -28,6 +31,10 @@ from captum_hta.jacobian.torch_internals import (
 )
 
 aten = torch.ops.aten
+Output = Tensor | tuple[Tensor, ...] | list[Tensor]
+"""What an operator that depends on a source returns."""
+Push = Callable[..., Output]
+"""Maps stacks of tangents of an operator's arguments to those of its output, or of its outputs."""
 _RANDOM = (aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.rrelu_with_noise)
 BATCH_STATISTICS = (
     "a batch normalisation takes the statistics of the batch, so the model is in training mode and its "
@@ -56,7 +63,7 @@ class Call:
         flops: Takes the place of the operator's own count of operations.
     """
 
-    function: Any
+    function: Operator
     flat: list[Any]
     spec: TreeSpec
     argument_indices: list[int]
@@ -65,18 +72,20 @@ class Call:
     shape: tuple[int, ...]
     dtype: torch.dtype
     versions: list[tuple[Tensor, int]]
-    rule: Callable[[Call], Callable[..., Any]] | None = None
+    rule: Callable[[Call], Push] | None = None
     flops: int | None = None
 
     @property
-    def args(self) -> Any:
+    def args(self) -> tuple[Any, ...]:
         """The positional arguments."""
-        return tree_unflatten(self.flat, self.spec)[0]
+        args: tuple[Any, ...] = tree_unflatten(self.flat, self.spec)[0]
+        return args
 
     @property
-    def kwargs(self) -> Any:
+    def kwargs(self) -> dict[str, Any]:
         """The keyword arguments."""
-        return tree_unflatten(self.flat, self.spec)[1]
+        kwargs: dict[str, Any] = tree_unflatten(self.flat, self.spec)[1]
+        return kwargs
 
     @property
     def primals(self) -> tuple[Tensor, ...]:
@@ -88,13 +97,14 @@ class Call:
         """The operator's name in ATen, such as ``addmm``; other libraries' with their namespace."""
         return operator_name(self.function)
 
-    def apply(self, *values: Tensor) -> Any:
+    def apply(self, *values: Tensor) -> Output:
         """The operator as a function of those of its arguments that carry a tangent."""
         flat = list(self.flat)
         for index, value in zip(self.argument_indices, values, strict=True):
             flat[index] = value
         args, kwargs = tree_unflatten(flat, self.spec)
-        return self.function(*args, **kwargs)
+        out: Output = self.function(*args, **kwargs)
+        return out
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch gives it no types
@@ -133,23 +143,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch g
         self.shapes.append(tuple(tensor.shape))
         return len(self.shapes) - 1
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Operator, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         refuse_training(function, args)
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         self._refuse_stale(function, tensors)
         tracked = [index for index, value in enumerate(flat) if self._is_tracked(value)]
-        if not tracked or function is aten.detach.default:
+        if not tracked or operator_name(function) == "detach":
             out = function(*args, **(kwargs or {}))
         else:
             out = self._record(function, flat, spec, tracked)
         self._keep_aliases(out)
         return out
 
-    def _is_tracked(self, value: Any) -> bool:
+    def _is_tracked(self, value: object) -> bool:
         return isinstance(value, Tensor) and id(value) in self._variable
 
-    def _record(self, function: Any, flat: list[Any], spec: TreeSpec, argument_indices: list[int]) -> Any:
+    def _record(
+        self, function: Operator, flat: list[Any], spec: TreeSpec, argument_indices: list[int]
+    ) -> object:
         """Run and record an operator that depends on a source."""
         args, kwargs = tree_unflatten(flat, spec)
         inputs = [self._variable[id(flat[index])] for index in argument_indices]
@@ -177,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch g
         self._alive.append(tensor)
         self._mutated[storage_identity(tensor)] = {id(tensor)}
 
-    def _keep_aliases(self, out: Any) -> None:
+    def _keep_aliases(self, out: object) -> None:
         """A view made after a change in place is up to date, like the tensor that was changed."""
         if not self._mutated:
             return
@@ -188,14 +202,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch g
                     self._alive.append(value)
                     valid.add(id(value))
 
-    def _refuse_stale(self, function: Any, tensors: Sequence[Tensor]) -> None:
+    def _refuse_stale(self, reader: object, tensors: Sequence[Tensor]) -> None:
         if not self._mutated:
             return
         for value in tensors:
             valid = self._mutated.get(storage_identity(value))
             if valid is not None and id(value) not in valid:
                 raise NotLinearizableError(
-                    f"{function} reads a tensor through an alias of one that was changed in place"
+                    f"{reader} reads a tensor through an alias of one that was changed in place"
                 )
 
 
@@ -210,7 +224,7 @@ def refuse_batch_statistics(model: Module) -> None:
             raise ValueError(BATCH_STATISTICS)
 
 
-def refuse_training(function: Any, args: Sequence[Any]) -> None:
+def refuse_training(function: Operator, args: Arguments) -> None:
     """Check that an operator is not one of training mode.
 
     Raises:
@@ -226,7 +240,7 @@ def refuse_training(function: Any, args: Sequence[Any]) -> None:
         )
 
 
-def _functional(function: Any) -> Any:
+def _functional(function: Operator) -> Operator:
     """The operator that returns what an in-place operator writes to its first argument."""
     variant = functional_variant(function)
     if variant is None:

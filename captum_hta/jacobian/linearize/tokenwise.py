@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from captum_hta.jacobian.linearize.jvp_rules import Push, inner, outer
+from captum_hta.jacobian.linearize.jvp_rules import inner, outer
 from captum_hta.jacobian.linearize.linearization import Linearization, between, flops_of, numel
 from captum_hta.jacobian.linearize.recorder import Call
 from captum_hta.jacobian.plan import chunk_size
@@ -82,7 +82,7 @@ class TokenJacobians:
 
     matrices: Tensor
 
-    def __call__(self, call: Call) -> Push:
+    def __call__(self, call: Call) -> Callable[[Tensor], Tensor]:
         """The function that pushes a stack ``[n, batch, position, width in]``."""
         return lambda tangent: outer(inner(tangent) @ self.matrices)
 
