@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from captum_hta.batching import batches_of
 from captum_hta.jacobian.arguments import flag
 from captum_hta.jacobian.closed_form import attention_energies, closed_form_flops, has_closed_form
 from captum_hta.jacobian.endpoints import Endpoints, endpoints_of
@@ -26,7 +27,7 @@ from captum_hta.model.encoding import Batch, Encoding, Text
 from captum_hta.model.protocol import Model
 from captum_hta.model.sites import without_autocast
 from captum_hta.result import Contributions
-from captum_hta.texts import batches_of, cut_tokens, encoded, listed
+from captum_hta.texts import cut_tokens, encoded, listed
 
 Look = Callable[[list[int], list[Attention]], object]
 """Called with the numbers of the texts of a batch and the attention of every layer."""

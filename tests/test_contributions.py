@@ -17,11 +17,11 @@ from torch.nn import LayerNorm, Module
 from transformers import BertForMaskedLM, BertLMHeadModel
 
 from captum_hta import Contributions, HiddenTokenAttribution, contributions, load_model
+from captum_hta.batching import batches
 from captum_hta.computation import jointly
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.jacobian.norms import NORMS
 from captum_hta.model.encoding import Encoding
-from captum_hta.texts import batches
 
 SOURCES = ("input", "previous_layer")
 TARGETS = ("head", "layer")

@@ -1,4 +1,4 @@
-"""Texts as they are passed, checked, encoded and batched."""
+"""Texts as they are passed, checked and encoded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from transformers import BatchEncoding
 from captum_hta import contributions, load_model
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.encoding import Encoding
-from captum_hta.texts import BATCH_TOKENS, PADDING_SHARE, batches
 
 
 @pytest.fixture(scope="module")
 def tiny() -> TransformerLensModel:
     """A tiny random BERT of 2 layers."""
     return load_model(tiny_bert(), tokenizer=WordTokenizer())
-
-
-# --- texts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["a b", ["a b"], ("a b",)])
@@ -119,40 +115,3 @@ def test_text_without_token(tiny: TransformerLensModel, monkeypatch: pytest.Monk
     monkeypatch.setattr(tiny, "encode", lambda text: right(text) if text else Encoding([], [], []))
     with pytest.raises(ValueError, match="text 1 has no token"):
         contributions(tiny, ["a", ""])
-
-
-# --- batches -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([], []),
-        ([5], [[0]]),
-        ([7, 7, 7], [[0, 1, 2]]),
-        ([9, 3, 9, 3], [[1, 3], [0, 2]]),
-        ([8, 7], [[1, 0]]),
-        ([8, 5], [[1], [0]]),
-        ([512, 512, 512], [[0, 1], [2]]),
-        ([2000, 2000], [[0], [1]]),
-        ([1024, 1], [[1], [0]]),
-    ],
-)
-def test_batches(lengths: list[int], expected: list[list[int]]) -> None:
-    """Like lengths together, the shortest first, within both limits."""
-    assert list(batches(lengths)) == expected
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_batches_of_random_lengths(seed: int) -> None:
-    """Every row once, in order of length, and no batch beyond a limit."""
-    lengths = torch.randint(2, 300, (200,), generator=torch.Generator().manual_seed(seed)).tolist()
-    found = list(batches(lengths))
-    flat = [row for rows in found for row in rows]
-    assert sorted(flat) == list(range(200))
-    assert [lengths[row] for row in flat] == sorted(lengths)
-    for rows in found:
-        positions = len(rows) * max(lengths[row] for row in rows)
-        assert positions <= BATCH_TOKENS
-        assert positions - sum(lengths[row] for row in rows) <= PADDING_SHARE * positions
-    assert len(found) < 60

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from captum_hta import baselines
+from captum_hta.batching import groups
 from captum_hta.computation import contributions
 from captum_hta.model.encoding import Text
 from captum_hta.model.protocol import Model
-from captum_hta.texts import encoded, groups, listed
+from captum_hta.texts import encoded, listed
 
 Array = NDArray[np.float64]
 HTA = {"input": "HTA, input", "previous_layer": "HTA, previous layer"}

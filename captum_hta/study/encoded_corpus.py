@@ -10,10 +10,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from captum_hta.batching import groups
 from captum_hta.model.encoding import Encoding, Text
 from captum_hta.model.protocol import Model
 from captum_hta.study.settings import StudySettings
-from captum_hta.texts import encoded, groups
+from captum_hta.texts import encoded
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from captum_hta.batching import batches_of
 from captum_hta.jacobian.endpoints import layers_of
 from captum_hta.model.encoding import Encoding
 from captum_hta.model.protocol import Model
@@ -31,7 +32,6 @@ from captum_hta.statistics.accumulators import RowMean
 from captum_hta.study.analysis import Advance, Analysis, Once
 from captum_hta.study.encoded_corpus import Dimensions
 from captum_hta.study.token_maps import Tokens, fit
-from captum_hta.texts import batches_of
 
 if TYPE_CHECKING:
     from captum_hta.study.encoded_corpus import EncodedCorpus
