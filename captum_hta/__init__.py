@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from captum_hta.evaluation.comparison import compare
     from captum_hta.evaluation.faithfulness import faithfulness
     from captum_hta.integrations import load_model
-    from captum_hta.jacobian.directions import logit_direction
     from captum_hta.jacobian.forecast import forecast
     from captum_hta.jacobian.plan import Costs, Plan, plan
+    from captum_hta.jacobian.target_directions import logit_direction
     from captum_hta.model.size import Size
     from captum_hta.result import Contributions
     from captum_hta.study.folder import open_study
@@ -46,7 +46,7 @@ _HOMES = {
     "faithfulness": "captum_hta.evaluation.faithfulness",
     "forecast": "captum_hta.jacobian.forecast",
     "load_model": "captum_hta.integrations",
-    "logit_direction": "captum_hta.jacobian.directions",
+    "logit_direction": "captum_hta.jacobian.target_directions",
     "open_study": "captum_hta.study.folder",
     "plan": "captum_hta.jacobian.plan",
 }

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from captum_hta.jacobian.adjoint_check import agrees, has_path
-from captum_hta.jacobian.directions import directions_for
 from captum_hta.jacobian.example_check import refuse_mixed_examples, refuse_mixed_gradients
 from captum_hta.jacobian.forward import forward_energies
 from captum_hta.jacobian.forward_pass import ForwardPass, NoPathError
@@ -22,6 +21,7 @@ from captum_hta.jacobian.precision import matmul_precision
 from captum_hta.jacobian.probes import FIRST_PROBES, probe_energies
 from captum_hta.jacobian.query import Query, ResolvedQuery, joined_heads, query_positions
 from captum_hta.jacobian.reverse import reverse_energies
+from captum_hta.jacobian.target_directions import directions_for
 from captum_hta.model.sites import without_autocast
 
 logger = logging.getLogger(__name__)

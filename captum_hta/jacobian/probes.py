@@ -1,8 +1,8 @@
-r"""Probes: random directions that estimate a Frobenius norm.
+r"""The probes mode: a few random tangents of each source token, which estimate a Frobenius norm.
 
 For ``u`` of unit covariance, :math:`\|J\|_F^2 = \mathbb{E} \|J u\|^2` (Hutchinson 1990). The ``m`` probes
-of a source token are :math:`\sqrt D` times rows of a random orthonormal matrix: exchangeable draws
-without replacement (orthogonal random features: Yu et al. 2016). The mean of ``m`` of them has variance
+of a source token are draws without replacement from a random orthonormal basis, see
+:mod:`captum_hta.jacobian.probe_distribution`, so the mean of ``m`` of them has variance
 
 .. math:: \frac{s^2}{m} \Big(1 - \frac{m}{D}\Big)
 
@@ -12,7 +12,6 @@ a whole orthonormal basis is :math:`D \|J\|_F^2` whatever the basis; at ``m = D`
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -21,10 +20,11 @@ from torch import Tensor
 from captum_hta.jacobian.forward import Columns, sweep
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 from captum_hta.jacobian.norms import Energy, joined, shares
+from captum_hta.jacobian.probe_distribution import orthogonal_probes
 from captum_hta.jacobian.query import ResolvedQuery
 
 FIRST_PROBES = 8
-"""The number of probes that a tolerance begins with by default."""
+"""Probes of each source token that an estimate to a tolerance starts with."""
 
 
 def probe_energies(
@@ -110,38 +110,3 @@ def _largest_error(runs: Sequence[_Run]) -> float:
         return 0.0
     errors = [shares(joined(energies))[1] for energies in zip(*(run.energies() for run in runs), strict=True)]
     return max(error.max().item() for error in errors if error is not None)
-
-
-def orthogonal_probes(count: int, streams: Sequence[tuple[int, ...]], known: Tensor) -> Tensor:
-    """Draw probes that are orthogonal to each other and to those already known.
-
-    Args:
-        count: Number of new probes.
-        streams: One tuple of integers for each stream of random numbers, such as seed, example and token.
-            Equal tuples give equal probes, on every device and in every batch.
-        known: Earlier probes ``[stream, m, width]`` of the same streams.
-
-    Returns:
-        ``[stream, count, width]`` in float64 on the CPU, each probe of norm ``sqrt(width)``.
-
-    Example:
-        >>> probes = orthogonal_probes(2, [(0,)], torch.empty(1, 0, 4, dtype=torch.float64))[0]
-        >>> torch.allclose(probes @ probes.T, 4 * torch.eye(2, dtype=torch.float64))
-        True
-    """
-    before, width = known.shape[1:]
-    draws = torch.stack([_normal((width, count), (*stream, before)) for stream in streams])
-    basis = known.mT / width**0.5
-    for _ in range(2 if before else 0):  # twice is enough for orthogonality to rounding
-        draws = draws - basis @ (basis.mT @ draws)
-    directions, triangle = torch.linalg.qr(draws)
-    signs = triangle.diagonal(dim1=-2, dim2=-1).sign()
-    probes: Tensor = (directions * signs[:, None]).mT * width**0.5
-    return probes
-
-
-def _normal(shape: tuple[int, int], stream: tuple[int, ...]) -> Tensor:
-    """Standard normal numbers of a stream; neighbouring streams are unrelated."""
-    digest = hashlib.blake2b(repr(stream).encode(), digest_size=8).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")

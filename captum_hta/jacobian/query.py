@@ -33,8 +33,9 @@ class Query:
     Attributes:
         norm: One of :data:`captum_hta.jacobian.norms.NORMS`.
         multiply_by_inputs: Scale column ``d`` of each Jacobian by ``x_i[d]``.
-        direction: Multiply Jacobians by vectors from the left, as
-            :func:`captum_hta.jacobian.directions.directions_for` takes them; ``None``: whole Jacobians.
+        direction: Vectors that multiply Jacobians from the left, as
+            :func:`captum_hta.jacobian.target_directions.directions_for` takes them. ``None``: whole
+            Jacobians.
         neuron_selector: Query positions, as :func:`query_positions` takes them; ``None`` for all.
         n_probes: Probes of each source token, or ``None`` for an exact result.
         tolerance: Double the probes until every standard error is at most this.

@@ -1,4 +1,4 @@
-r"""Contributions along a direction: how much of a token is in one component of a target.
+r"""Directions in the space of a target: how much of a token is in one component of a target.
 
 For a vector :math:`v` in the space of a target,
 

@@ -10,7 +10,7 @@ from reference import hooked, jacobian, shares
 from torch import Tensor, nn
 
 from captum_hta import HiddenTokenAttribution, contributions, load_model, logit_direction
-from captum_hta.jacobian.directions import through_frozen_norm
+from captum_hta.jacobian.target_directions import through_frozen_norm
 
 TOKENS, HEADS, D_HEAD = 5, 2, 4
 WIDTH = HEADS * D_HEAD
