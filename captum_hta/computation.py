@@ -1,4 +1,4 @@
-"""Contributions of tokens for texts: tokenised, batched by length, padded, and taken apart again."""
+"""Contributions for texts: they are tokenised, batched by length, padded, and answered batch by batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Timed = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class _Question:
-    """A query and the source and targets that it is about."""
+    """A query, with its source and its targets."""
 
     query: Query
     ends: Endpoints
@@ -98,7 +98,7 @@ def contributions(
     Raises:
         ValueError: If there is no text, a text has no token or is longer than the model reads, or an
             argument is out of its range.
-        TypeError: If a text is nothing that the model reads, or an argument is of a wrong type.
+        TypeError: If a text is of a kind that the model does not read, or an argument is of a wrong type.
 
     Example:
         >>> from captum_hta import load_model
@@ -242,7 +242,7 @@ class _Computation:
                     stores[name].add(rows, batch, attention, found, plans)
 
     def _groups(self, attention: list[Attention]) -> list[list[str]]:
-        """Names of questions that one sweep answers, since they differ in their targets alone."""
+        """Names of questions in groups that differ only in their targets: one sweep answers a group."""
         groups: dict[object, list[str]] = {}
         for name, question in self.questions.items():
             alone = name if _factors(attention, question) else None
@@ -252,7 +252,7 @@ class _Computation:
 
 
 class _Store:
-    """The results of all batches, in the order and the shape of the texts."""
+    """The results of all batches, in the order of the texts."""
 
     def __init__(self, model: Model, encodings: Sequence[Encoding], question: _Question) -> None:
         self.encodings, self.ends = encodings, question.ends
@@ -339,7 +339,7 @@ def fingerprint(encoding: Encoding) -> int:
 
 
 def _without_padding(energy: Energy, mask: Tensor) -> Energy:
-    """Energies that are zero for padding, so that it enters no sum."""
+    """Energies with those of padding set to zero, so that it enters no sum."""
     if mask.all():
         return energy
     keys = mask[:, None, None, :]
@@ -357,8 +357,8 @@ def _energies(
     streams: Sequence[tuple[int, ...]],
     questions: Sequence[_Question],
 ) -> tuple[list[list[Energy]], list[Plan]]:
-    """For each question the energies of its layers, and the plans that were followed; the questions differ in
-    their targets alone.
+    """For each question the energies of its layers, and the plans that were followed. The questions differ
+    only in their targets.
     """
     query, ends = questions[0].query, questions[0].ends
     factors = _factors(attention, questions[0])
@@ -394,7 +394,7 @@ def _for_layers(query: Query, targets: Sequence[tuple[str, int]]) -> Query:
 
 
 def _factors(attention: list[Attention], question: _Question) -> list[AttentionFactors] | None:
-    """The factors of each layer's attention, where the closed form gives what is asked."""
+    """The factors of each layer's attention, where the closed form gives the result."""
     known = [attention[layer].factors for layer in question.ends.layers]
     factors = [one for one in known if one is not None]
     complete = len(factors) == len(known)

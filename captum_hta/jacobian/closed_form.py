@@ -9,7 +9,8 @@ For one head with pattern :math:`a`, scale :math:`s`, queries, keys and values :
     M_j = \sum_m a_{jm} (v_m - o_j)\, k_m^\top ,
 
 where :math:`G_i, K_i, Q_j` are the Jacobians of :math:`v_i, k_i, q_j` with respect to their own token's
-:math:`x`. Its squared Frobenius norm needs them only through products of ``d_head x d_head``:
+:math:`x`. Its squared Frobenius norm depends on them only through their products, ``d_head x d_head``
+matrices:
 
 .. math::
     i \ne j:\quad r^2 &= a_{ji}^2 \big[ |G_i|^2 + 2s\,(v_i - o_j)^\top G_i K_i^\top q_j
@@ -54,10 +55,10 @@ class _Grams:
 
 
 def has_closed_form(query: Query, endpoints: Endpoints, knows_factors: bool) -> bool:
-    """Whether the closed form gives what is asked; where it does, nothing else is as cheap or as exact.
+    """Whether the closed form gives the result; where it does, nothing else is as cheap or as exact.
 
     Args:
-        query: What is asked.
+        query: The query.
         endpoints: The source and the targets.
         knows_factors: Whether the factors of attention are known in all layers.
 
@@ -90,7 +91,7 @@ def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = Fal
     """Squared Frobenius norms of the Jacobian blocks of all heads of a layer.
 
     Args:
-        factors: The layer at the recorded point.
+        factors: The factors of the layer's attention.
         multiply_by_inputs: Scale column ``d`` of each block by ``x_i[d]``.
 
     Returns:
@@ -195,7 +196,9 @@ def _mapped(left: Tensor | None, product: Tensor, right: Tensor | None) -> Tenso
 
 
 def _normed_products(weights: dict[str, Tensor], norm: TokenNorm) -> dict[str, Tensor]:
-    r"""With :math:`A = W \Gamma` and :math:`\alpha_i = A \hat x_i`, the product of two is
+    r"""Products of token-wise Jacobians behind a normalisation.
+
+    With :math:`A = W \Gamma` and :math:`\alpha_i = A \hat x_i`, the product of two is
 
     .. math:: \sigma_i^{-2} \big[ A P A'^\top - (2 / D - |\hat x_i|^2 / D^2)\, \alpha_i \alpha_i'^\top \big] .
     """
@@ -217,9 +220,7 @@ def _normed_products(weights: dict[str, Tensor], norm: TokenNorm) -> dict[str, T
 
 
 def _scaled_rows(weight: Tensor, factors: AttentionFactors) -> Tensor:
-    """The Jacobian of one projection with column ``d`` scaled by ``x[d]``: ``[batch, head, token, d_head,
-    width]``.
-    """
+    """A projection's Jacobian with columns scaled by ``x``: ``[batch, head, token, d_head, width]``."""
     norm = factors.norm
     if norm is None:
         return weight[None, :, None] * factors.x[:, None, :, None]
@@ -244,7 +245,7 @@ def _energies(factors: AttentionFactors, grams: _Grams) -> Tensor:
 
 
 def _with_token_grams(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
-    """The bracket of the formula, where each token has Jacobians of its own."""
+    """The bracket of the formula, where each token has its own Jacobians."""
     q, v, s = factors.query, factors.value, factors.scale
     cross = q @ _apply(grams.gk.mT, v).mT - _forms(o, grams.gk, q)
     bracket = _distances(o, v).mul_(_forms(q, grams.kk, q)).mul_(s**2)
@@ -252,7 +253,7 @@ def _with_token_grams(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Te
 
 
 def _with_fixed_grams(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
-    r"""The bracket of the formula, where all tokens have the same Jacobians: weights alone.
+    r"""The bracket of the formula, where all tokens share their Jacobians, which are the weights alone.
 
     With :math:`\kappa_j = s^2 q_j^\top K K^\top q_j` and :math:`u_j = s\, G K^\top q_j` it is one product:
 
@@ -262,7 +263,10 @@ def _with_fixed_grams(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Te
     """
     q, v, s = factors.query, factors.value, factors.scale
     mean = v.mean(-2, keepdim=True)
-    v, o = v - mean, o - mean  # the bracket knows their differences alone, and less is lost to rounding
+    v, o = (
+        v - mean,
+        o - mean,
+    )  # the bracket depends on their differences alone; centring loses less to rounding
     kappa: Tensor = s**2 * _forms(q, grams.kk, q)
     u = s * _apply(grams.gk, q)
     rest = grams.gg[..., None] + kappa * _dots(o, o) - 2 * _dots(o, u)
@@ -276,7 +280,7 @@ def _dots(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _distances(o: Tensor, v: Tensor) -> Tensor:
-    """``|v_i - o_j|^2``, ``[batch, head, j, i]``, about the mean value so that less is lost to rounding."""
+    """``|v_i - o_j|^2``, ``[batch, head, j, i]``; both are centred first, which loses less to rounding."""
     mean = v.mean(-2, keepdim=True)
     o, v = o - mean, v - mean
     squares = _square_norms(o)[..., :, None] + _square_norms(v)[..., None, :]
@@ -291,7 +295,7 @@ def _square_norms(vectors: Tensor) -> Tensor:
 def _own_token(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
     r"""What the query of a token adds to the energy of its own input: ``[batch, head, token]``.
 
-    The inner products with :math:`M_j` are sums over keys, so ``M_j`` itself is needed for its norm alone.
+    The inner products with :math:`M_j` are sums over keys, so only the norm needs ``M_j`` itself.
     """
     a, q, k, v, s = factors.pattern, factors.query, factors.key, factors.value, factors.scale
     own = a.diagonal(dim1=-2, dim2=-1)
@@ -324,12 +328,12 @@ def _query_energy(a: Tensor, k: Tensor, v: Tensor, o: Tensor, grams: _Grams) -> 
 
 
 def _is_short(a: Tensor, width: int) -> bool:
-    """Whether products of tokens with tokens are cheaper than moments, and as good."""
+    """Whether token-by-token products are cheaper than moments, and as exact."""
     return a.dtype == torch.float32 and a.device.type != "mps" and a.shape[-1] < width**2 / 4
 
 
 def _moment_energy(a: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    r""":math:`|M_j|^2` by products of tokens with tokens, in float64 since nearly all may cancel:
+    r""":math:`|M_j|^2` by token-by-token products, in float64 since nearly all may cancel:
 
     .. math:: \sum_{m, n} a_{jm} a_{jn} \big[v_m^\top v_n - 2\, o_j^\top v_m + |o_j|^2\big]\, k_m^\top k_n .
     """
@@ -360,7 +364,7 @@ def _moment(a: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
     return moment.baddbmm_(*means, alpha=-1).view(*o.shape[:3], width, width)
 
 
-# A matrix with a token axis of one is the same for all tokens: tokens are then rows of one product.
+# A matrix whose token axis has length 1 is shared by all tokens, which are then the rows of one product.
 
 
 def _apply(matrix: Tensor, vectors: Tensor) -> Tensor:
@@ -371,7 +375,7 @@ def _apply(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _forms(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
-    """``left_j^T matrix_i right_j``: ``[batch, head, j, i]``, or ``i`` of one for a fixed matrix."""
+    """``left_j^T matrix_i right_j``: ``[batch, head, j, i]``; ``i`` has length 1 for a shared matrix."""
     if matrix.shape[2] == 1:
         return ((left @ matrix.squeeze(2)) * right).sum(-1, keepdim=True)
     outer = (left[..., :, None] * right[..., None, :]).flatten(-2)

@@ -1,4 +1,4 @@
-"""The energies of a forward pass, by the cheapest mode that can give what is asked."""
+"""The energies of a forward pass, computed in the cheapest mode that can answer the query."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Answer:
         lengths: Number of source tokens of each source.
         has_heads: For each target, whether it has a head axis.
         dtype: Dtype of the sources.
-        plan: The mode that was taken.
+        plan: The mode that was used, and what it cost.
     """
 
     energies: list[Energy]
@@ -57,14 +57,14 @@ def answer(
     chunk: int | None = None,
     progress: Progress | None = None,
 ) -> Answer:
-    """The energies that a query asks for.
+    """Answer a query.
 
     Everything except the products of tangents is computed in the highest precision, whatever PyTorch is set
     to, and in the dtypes of the weights.
 
     Args:
         forward_pass: The model on fixed inputs, with its source and targets.
-        query: What is asked.
+        query: The query.
         streams: For each example the integers that name its stream of random numbers. Default: ``None``, the
             seed for all.
         chunk: Force the number of tangents or cotangents carried at once.
@@ -80,7 +80,7 @@ def answer(
 
 @dataclass(frozen=True)
 class _Run:
-    """One answer in the making; the arguments of :func:`answer`."""
+    """The computation of one answer; its fields are the arguments of :func:`answer`."""
 
     forward_pass: ForwardPass
     query: Query
@@ -115,7 +115,7 @@ class _Run:
         resolved: ResolvedQuery,
         chosen: Plan,
     ) -> Answer:
-        """By tangents: all of them, or probes."""
+        """Answer in forward mode, by all tangents or by probes."""
         logger.info("%s", chosen)
         assert chosen.chunk is not None
         per_token = chosen.probes or max(x.shape[2] for x in sources)
@@ -129,7 +129,7 @@ class _Run:
         return _answer(energies, sources, resolved, chosen)
 
     def _without_recording(self, error: Exception) -> Answer:
-        """By reverse mode, the only one where the forward pass cannot be linearised."""
+        """Answer in reverse mode, the only one for a forward pass that cannot be linearised."""
         if not self.query.is_estimate and self.query.mode != "forward":
             found = self._reverse()
             logger.warning("taking the reverse mode, since the forward mode is not possible: %s", error)
@@ -143,7 +143,7 @@ class _Run:
         ) from error
 
     def _reverse(self, chosen: Plan | None = None) -> Answer:
-        """By backward passes alone; without a recording their operations are not counted."""
+        """Answer in reverse mode; without a recording its operations are not counted."""
         with self.forward_pass.differentiable() as (sources, targets):
             resolved = self._resolved(sources, targets)
             _refuse_not_a_number(targets, resolved)
@@ -190,7 +190,7 @@ class _Run:
         targets: Sequence[Tensor],
         resolved: ResolvedQuery,
     ) -> Costs:
-        """The costs of each mode; without derivatives those of the reverse mode, its operations uncounted."""
+        """The costs of each mode; without derivatives only the reverse mode, operations uncounted."""
         query, first = self.query, sources[0]
         probes = (query.n_probes or FIRST_PROBES) if query.is_estimate else None
         cotangents = [

@@ -1,4 +1,4 @@
-"""What contributions will cost, from a transformer's dimensions alone, before anything is run."""
+"""What contributions will cost, from a transformer's dimensions alone, before the model is run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def forecast(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Plan:
-    """The mode that will be taken and what it will cost.
+    """The mode that will be used and what it will cost.
 
     Args:
-        size: The model.
+        size: The model's dimensions.
         tokens: Tokens of the longest text, ``T``.
         source: As in :func:`captum_hta.contributions`.
         target: ``"head"`` or ``"layer"``.
@@ -43,14 +43,14 @@ def forecast(
         n_probes: Probes of each source token; ``None`` for an exact result.
         batch: Texts at once.
         mode: Force one of :data:`captum_hta.jacobian.plan.MODES`.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         device: Where the model runs.
 
     Returns:
-        The plan; where every layer has a source of its own, of all of them together.
+        The plan; where every layer has its own source, one plan for all of them together.
 
     Raises:
-        ValueError: If ``mode`` is not valid for what is asked, or an argument is out of its range.
+        ValueError: If ``mode`` cannot give the result, or an argument is out of its range.
         TypeError: If ``size`` is no :class:`Size`; an adapter has one, ``model.size``.
 
     Example:
@@ -114,7 +114,7 @@ def _merged(first: Plan, second: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class _Run:
-    """A query put to a model of a certain size, for a batch of texts."""
+    """A query for a model of a certain size and a batch of texts."""
 
     size: Size
     tokens: int

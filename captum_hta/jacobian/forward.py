@@ -28,7 +28,7 @@ def forward_energies(
     """Exact energies by all tangents of every source token.
 
     Args:
-        derivatives: For each source that of its forward pass.
+        derivatives: For each source the derivative with respect to it.
         sources: Each ``[batch, key, width]``.
         resolved: The norm, the heads and the queries.
         chunk: Tangents carried at once.
@@ -46,7 +46,7 @@ def forward_energies(
 
 
 class Columns:
-    """Sums, source token by source token, of what tangents add to the energies of one target.
+    """The energies of one target, which tangents add up to, one source token after the other.
 
     ``sums`` and ``squares`` are ``[key, batch, head, query]``, allocated whole at the first tangent: if they
     grew among the tensors of a sweep, the allocator could not reuse the memory between them.
@@ -90,7 +90,7 @@ class Columns:
     def _add_gram(
         self, token: int, part: Tensor, last_part: bool, of_gram: Callable[[Tensor], Tensor]
     ) -> None:
-        """The Gram matrix over directions, and its norm as soon as all directions are in."""
+        """Add to the Gram matrix over directions; after the last of them, take its norm."""
         part = part.to(accumulation_dtype(part.device))
         gram = torch.einsum("nbqhd,nbqhe->bhqde", part, part)
         if token in self._gram:
@@ -101,7 +101,7 @@ class Columns:
             self._gram[token] = gram
 
     def energy(self) -> Energy:
-        """The sums of all source tokens, ``[batch, head, query, key]``."""
+        """The energies for all source tokens, ``[batch, head, query, key]``."""
         return Energy(self.sums.movedim(0, -1).contiguous())
 
 
@@ -114,7 +114,7 @@ def sweep(
     columns: Sequence[Columns],
     tokens: range | None = None,
 ) -> None:
-    """Push directions of every token of a source and add what they find to ``columns``.
+    """Push directions at every token of a source and add their energies to ``columns``.
 
     Args:
         derivative: The derivative that carries the tangents.
@@ -123,7 +123,7 @@ def sweep(
         resolved: The heads and the queries.
         chunk: Tangents carried at once.
         columns: One for each target of ``derivative``.
-        tokens: The source tokens to push, from one to another; ``None`` for all.
+        tokens: A range of source tokens; ``None`` for all.
     """
     tokens = tokens or range(x.shape[1])
     with torch.no_grad(), matmul_precision("highest"):
@@ -153,7 +153,9 @@ def _every_target(
 
 
 def _chunks(tokens: range, directions: int, chunk: int) -> Iterator[tuple[range, slice]]:
-    """Several whole tokens at a time, or even parts of the directions of one."""
+    """Several tokens at a time with all their directions; or, where these are too many, one token at a time
+    with equal parts of them.
+    """
     if chunk >= directions:
         step = chunk // directions
         for first in tokens[::step]:
@@ -166,7 +168,7 @@ def _chunks(tokens: range, directions: int, chunk: int) -> Iterator[tuple[range,
 
 
 def _tangents(x: Tensor, directions: Tensor, tokens: range, multiply_by_inputs: bool) -> Tensor:
-    """``[token * direction, batch, token, width]``: each is one direction, at its own token alone."""
+    """``[token * direction, batch, token, width]``: one direction at one token each, zero elsewhere."""
     batch, _, width = x.shape
     out = x.new_zeros(batch, len(tokens), len(tokens), len(directions), width).movedim((2, 3), (0, 1))
     shared = directions.shape[2] == 1

@@ -1,4 +1,4 @@
-"""One forward pass with a hook at the source and hooks at the targets, that leaves nothing behind."""
+"""One forward pass with hooks at its source and its targets, which are removed afterwards."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from captum_hta.model.sites import (
 
 logger = logging.getLogger(__name__)
 Enter = Callable[[Tensor], Tensor]
+"""Called with the value of a source, batch first; returns the tensor that takes its place."""
 
 
 class NoPathError(ValueError):
@@ -53,10 +54,11 @@ class ForwardPass:
         layers: The targets: sites, or modules whose outputs they are.
         source: The source: a site, or a module whose output it is; ``None``: the inputs are.
         at_input: Take the inputs of the targets' modules instead of their outputs.
-        num_heads: Equal parts of a target ``[batch, position, width]``, ``None`` for one without a head axis;
-            a list has one for each target. A target whose heads are known has them anyway.
+        num_heads: The number of equal parts that a target ``[batch, position, width]`` is split into, or a
+            list with one number for each target; ``None`` for no head axis. Heads that are known, as those
+            of a ``MultiheadAttention``, are split in any case.
         batch_dim: The axis of sources and targets that is the batch: 0, or 1 for modules that take
-            ``[position, batch, width]``. Sources and targets are handed out with the batch first.
+            ``[position, batch, width]``. Sources and targets are returned with the batch first.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class ForwardPass:
 
         Raises:
             ValueError: If ``num_heads`` does not divide the width of a target, differs from its heads, or is
-                asked for a target that mixes heads.
+                given for a target that mixes heads.
         """
         found = []
         for layer, target, count in zip(self.layers, targets, self.num_heads, strict=True):
@@ -141,7 +143,7 @@ class ForwardPass:
             def enter(x: Tensor) -> Tensor:
                 entered.append(x.detach().clone().requires_grad_())
                 watch.mark_source(entered[-1])
-                return entered[-1].clone()  # which the model may write to
+                return entered[-1].clone()  # a copy, since the model may write to it
 
             with watch:
                 targets = self._run(enter)
@@ -170,7 +172,7 @@ class ForwardPass:
             )
 
     def _run(self, enter: Enter) -> list[Tensor]:
-        """Run up to the last target; ``enter`` replaces each source by a tensor of the caller's."""
+        """Run the model up to its last target, with each source replaced by what ``enter`` returns."""
         if isinstance(self.forward_func, Module):
             refuse_batch_statistics(self.forward_func)
         found: dict[Site, Tensor] = {}
@@ -195,7 +197,7 @@ class ForwardPass:
         return [found[site] for site in self.layers]
 
     def _entered(self, x: Tensor, enter: Enter, sources: list[Tensor]) -> Tensor:
-        """A tensor of the caller's in the place of a source, handed over with the batch first."""
+        """The tensor that takes the place of a source."""
         source = x.transpose(0, self.batch_dim)
         sources.append(source)
         return enter(source).transpose(0, self.batch_dim) if self.batch_dim else enter(source)
@@ -216,7 +218,7 @@ class ForwardPass:
         return hook_site(site, replaced)
 
     def _check_batch(self, shape: Sequence[int], inputs: object, what: str) -> None:
-        """Raise if a source does not have the batch of the inputs, unless these are of a single example."""
+        """Raise if a source does not have as many examples as the inputs, unless those have no batch axis."""
         if not isinstance(inputs, Tensor) or inputs.dim() < 2:
             return
         if shape[self.batch_dim] not in (inputs.shape[0], inputs.shape[self.batch_dim]):
@@ -233,8 +235,9 @@ class ForwardPass:
         )
 
     def _hook_sequence_first(self, sources: list[Tensor]) -> RemovableHandle:
-        """Refuse modules that take for a sequence what is the batch of the source; alone, an example does not
-        show it by mixing with others.
+        """Refuse modules that would read the batch axis of the source as the sequence.
+
+        With a single example, no mixing of examples would show it.
         """
         thread = threading.get_ident()
 
@@ -278,7 +281,7 @@ class ForwardPass:
     def _keep(
         self, site: Site, target: Tensor, found: dict[Site, Tensor], sources: list[Tensor], batch_dim: int
     ) -> None:
-        """Check a target and keep it as it is now, whatever is written to it later, with the batch first."""
+        """Check a target and keep a copy of it, which no later write changes, with the batch first."""
         what = self._what(site)
         if not sources:
             raise ValueError(
@@ -298,7 +301,7 @@ class ForwardPass:
         return f"the {'input' if site.at_input else 'output'} of {self.name(site)}"
 
     def name(self, site: Site | None) -> str:
-        """How the site's module is called within the model, for messages."""
+        """The site's module, as error messages name it."""
         module = None if site is None else site.module
         if isinstance(self.forward_func, Module):
             for name, candidate in self.forward_func.named_modules():
@@ -329,7 +332,7 @@ def _heads(name: str, target: Tensor, num_heads: int | None) -> int | None:
 
 
 def _plain(value: object) -> object:
-    """A tensor made under ``inference_mode`` cannot be differentiated; its copy can."""
+    """The value, or a copy of a tensor made under ``inference_mode``, which cannot be differentiated."""
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 

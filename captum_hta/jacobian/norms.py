@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 SMALLEST_LENGTH = 1e-15
-"""Vectors that are longer than this have no squares that matter below the range of float32."""
+"""In vectors longer than this, no component matters whose square is below the range of float32."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class NotFiniteError(ValueError):
         )
 
     def renumbered(self, numbers: Sequence[int], kind: str = "example") -> NotFiniteError:
-        """The same error where the examples have these numbers, and are called texts, say."""
+        """The same error with the numbers of the examples, and the word for them, in the caller's batch."""
         return NotFiniteError(self.what, [numbers[example] for example in self.examples], kind)
 
 
@@ -131,4 +131,4 @@ def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:
     variance = torch.where(energy.mean > 0, energy.variance / (4 * squares), 0) * scale.square()
     others = variance.sum(-1, keepdim=True) - variance
     error = ((1 - share).square() * variance + share.square() * others).clamp_min(0).sqrt()
-    return share, error.nan_to_num(nan=torch.inf, posinf=torch.inf)  # of a single probe nothing is known
+    return share, error.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a single probe has no error

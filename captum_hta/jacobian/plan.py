@@ -10,7 +10,7 @@ import torch
 
 MODES = ("closed form", "forward", "reverse", "probes")
 REVERSE_OVERHEAD = 1.5
-"""How many times longer a backward pass through autograd takes than a sweep of the same operations."""
+"""How many times longer autograd takes for a backward pass than a forward sweep of as many operations."""
 MEMORY_SHARE = 0.25
 """Share of the available memory that may be used."""
 CPU_MEMORY = 2 << 30
@@ -82,7 +82,7 @@ class Plan:
 
 
 def plan(costs: Costs, mode: str | None = None, chunk: int | None = None) -> Plan:
-    """Choose the cheapest mode that can give what is asked.
+    """Choose the cheapest mode that can give the result.
 
     Args:
         costs: What each mode costs.
@@ -132,7 +132,7 @@ def chunk_size(tangent_bytes: float, device: torch.device) -> int:
 
 
 def memory_budget(device: torch.device) -> float:
-    """Bytes of memory that an attribution may take beside the model."""
+    """Bytes of memory that an attribution may take in addition to the model."""
     if device.type == "cuda":
         return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
     if device.type == "cpu":

@@ -36,7 +36,7 @@ def probe_energies(
     """Energies estimated with orthogonal probes of every source token.
 
     Args:
-        derivatives: For each source the derivative of its forward pass.
+        derivatives: For each source the derivative with respect to it.
         sources: Each ``[batch, key, width]``.
         resolved: The norm, the probes, the tolerance, the heads, the queries and the streams.
         chunk: Tangents carried at once.
@@ -59,7 +59,7 @@ def probe_energies(
 
 
 class _Run:
-    """The probes of one source, and what they have found so far."""
+    """The probes of one source, and the energies that they have given so far."""
 
     def __init__(
         self,
@@ -78,10 +78,11 @@ class _Run:
 
     @property
     def count(self) -> int:
+        """The number of probes of each source token."""
         return self._probes.shape[1]
 
     def extend(self, total: int) -> None:
-        """Have ``total`` probes, or all that there are."""
+        """Draw and push probes until there are ``total`` of them, or as many as the source is wide."""
         more = min(total, self.width) - self.count
         if more <= 0:
             return

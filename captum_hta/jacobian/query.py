@@ -1,4 +1,4 @@
-"""The two records of what is asked: what a user set, and what it means for one forward pass."""
+"""A query: what a user asks for, and what that means for one forward pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Selector = int | slice | Sequence[int] | Tensor | None
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """What a user asks of contributions, whatever the model; checked when it is made.
+    """What a user asks for, independent of the model. Its fields are checked on creation.
 
     Attributes:
         norm: One of :data:`captum_hta.jacobian.norms.NORMS`.
