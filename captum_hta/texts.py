@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from captum_hta.model.encoding import Encoding
-from captum_hta.model.protocol import Model, check_model
+from captum_hta.model.protocol import Model, Reader, check_model
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def listed(model: Model, texts: object) -> list[Any]:
     """
     check_model(model)
     reader = model.reader
-    if isinstance(texts, str) or (not isinstance(texts, tuple | list) and reader.accepts(texts)):
+    if _is_one_text(reader, texts):
         texts = [texts]
     if not isinstance(texts, Iterable) or isinstance(texts, bytes | bytearray | Set):
         raise TypeError(
@@ -48,6 +48,15 @@ def listed(model: Model, texts: object) -> list[Any]:
         if not reader.accepts(text):
             raise TypeError(f"{reader.medium} {number} must be {reader.reads}, got {reprlib.repr(text)}")
     return rows
+
+
+def _is_one_text(reader: Reader, texts: object) -> bool:
+    """Whether these are one text: two strings in a list are two texts, token ids or messages are one."""
+    if isinstance(texts, str):
+        return True
+    if not reader.accepts(texts):
+        return False
+    return not isinstance(texts, tuple | list) or not all(reader.accepts(one) for one in texts)
 
 
 def encoded(model: Model, text: object, number: int, truncation: bool = False) -> Encoding:
@@ -83,8 +92,9 @@ def _check_characters(model: Model, text: object, number: int) -> None:
     Raises:
         ValueError: If it has more than :data:`CHARACTERS` for each token that the model reads.
     """
-    parts = [text] if isinstance(text, str) else text if isinstance(text, tuple | list) else []
-    count = sum(len(part) for part in parts if isinstance(part, str))
+    parts = text if isinstance(text, tuple | list) else [text]
+    strings = [part.get("content") if isinstance(part, Mapping) else part for part in parts]
+    count = sum(len(one) for one in strings if isinstance(one, str))
     longest = LONGEST if model.max_length is None else min(model.max_length, LONGEST)
     if count > CHARACTERS * longest:
         raise ValueError(
@@ -129,7 +139,7 @@ def word_groups(encoding: Encoding) -> tuple[list[int], list[str]]:
         raise ValueError(
             "images and audio are not made of words"
             if encoding.content is not None
-            else "the tokenizer does not report which tokens form a word: use a fast tokenizer"
+            else "it is not known which tokens form a word: use a fast tokenizer, and strings, not token ids"
         )
     groups: list[int] = []
     labels: list[str] = []

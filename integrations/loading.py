@@ -18,6 +18,8 @@ from captum_hta.integrations.availability import (
     is_bridge,
     require_bridges,
 )
+from captum_hta.integrations.readers.pairs import PairReader
+from captum_hta.integrations.readers.texts import TextReader
 from captum_hta.integrations.state import unchanged_state
 from captum_hta.integrations.transformers.adapter import TransformersModel
 from captum_hta.integrations.transformers.attention import foreign_attention
@@ -30,6 +32,7 @@ from captum_hta.integrations.transformers.pretrained import (
     load_tokenizer,
 )
 from captum_hta.integrations.transformers.wrappers import no_model, unwrapped
+from captum_hta.model.protocol import Reader
 
 if TYPE_CHECKING:
     from captum_hta.integrations.transformer_lens.adapter import TransformerLensModel
@@ -43,14 +46,15 @@ def load_model(
     dtype: torch.dtype | None = None,
     adapter: str | None = None,
     part: str | None = None,
+    add_special_tokens: bool | None = None,
     **options: Any,
 ) -> TransformerLensModel | HookedModel | TransformersModel:
     """Load a model: a BERT or RoBERTa, bare or a masked language model, through TransformerLens, any other
     through ``transformers``.
 
     Args:
-        model: A name on the Hugging Face hub, a folder, a model of ``transformers`` (with its
-            ``tokenizer``), or one of TransformerLens, which is used as it is: a ``TransformerBridge``, a
+        model: A name on the Hugging Face hub, a folder, a ``.gguf`` file, a model of ``transformers`` (with
+            its ``tokenizer``), or one of TransformerLens, which is used as it is: a ``TransformerBridge``, a
             ``HookedTransformer`` or a ``HookedEncoder``. Default: ``None``, the demo model (a real 6-layer
             BERT, all-MiniLM-L6-v2) of the extra ``captum-hta[demo]``. A model of ``transformers`` is not
             changed: the adapter uses a copy in eval mode that shares its weights.
@@ -63,6 +67,8 @@ def load_model(
             bridges are not supported, always ``"transformers"``.
         part: For encoder-decoder models ``"encoder"``, ``"decoder"`` or ``"cross"``; see
             :class:`captum_hta.integrations.transformers.adapter.TransformersModel`.
+        add_special_tokens: Whether the tokenizer adds its special tokens to strings, such as ``[CLS]`` or
+            BOS. Default: ``None``, as it does by itself. Token ids and chat messages never get any.
         options: Passed to ``from_pretrained``, such as ``revision``, ``gguf_file`` or ``device_map``.
 
     Returns:
@@ -85,14 +91,35 @@ def load_model(
         raise TypeError(no_model(model))
     _require_tokenizer(tokenizer)
     with unchanged_state():
+        adapted: TransformerLensModel | HookedModel | TransformersModel
         if isinstance(model, Module) and hasattr(model, "hook_dict"):
-            return _of_transformer_lens(model, tokenizer, device, dtype)
-        if isinstance(model, Module):
-            loaded, name = _copied(model, options, part, shares_weights=device is None and dtype is None)
+            adapted = _of_transformer_lens(model, tokenizer, device, dtype)
         else:
-            loaded, tokenizer, name = _from_files(model, tokenizer, options, part)
-        loaded.to(device=device, dtype=dtype).eval()
-        return _adapted(loaded, tokenizer, name, adapter, part)
+            if isinstance(model, Module):
+                loaded, name = _copied(model, options, part, shares_weights=device is None and dtype is None)
+            else:
+                loaded, tokenizer, name = _from_files(model, tokenizer, options, part)
+            loaded.to(device=device, dtype=dtype).eval()
+            adapted = _adapted(loaded, tokenizer, name, adapter, part)
+    _set_special_tokens(adapted.reader, add_special_tokens)
+    return adapted
+
+
+def _set_special_tokens(reader: Reader, add_special_tokens: bool | None) -> None:
+    """Tell the reader of a model whether the tokenizer adds special tokens.
+
+    Raises:
+        ValueError: If there is no tokenizer that could.
+    """
+    if add_special_tokens is None:
+        return
+    if isinstance(reader, PairReader) and isinstance(reader.context, TextReader):
+        reader = reader.context
+    if not isinstance(reader, TextReader):
+        raise ValueError(
+            f"the model reads {reader.medium}s, which have no special tokens: leave out add_special_tokens"
+        )
+    reader.add_special_tokens = add_special_tokens
 
 
 def _adapted(
@@ -182,6 +209,8 @@ def _from_files(
         if model is None
         else str(Path(model).expanduser() if Path(model).expanduser().exists() else model)
     )
+    if Path(path).suffix == ".gguf" and Path(path).is_file():
+        path, options = str(Path(path).parent), options | {"gguf_file": Path(path).name}
     loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
     if tokenizer is None:
         medium = medium_of(loaded.config)
@@ -213,4 +242,4 @@ def _bridged(model: Module, tokenizer: Any, name: str, part: str | None) -> Tran
     from captum_hta.integrations.transformer_lens.internals import build_bridge
 
     given = GivenModel(copy.deepcopy(model, _kept(model, shares_weights=True)), tokenizer)
-    return TransformerLensModel(build_bridge(inner, name), tokenizer, name, given)
+    return TransformerLensModel(build_bridge(inner, name, tokenizer), tokenizer, name, given)

@@ -72,7 +72,8 @@ def test_long_text(minilm) -> None:
 BAD_TEXTS: list[tuple[object, type[Exception], str]] = [
     ([], ValueError, "no text"),
     ((), ValueError, "no text"),
-    ([5], TypeError, "text 0 must be a string or a pair of strings, got 5"),
+    ([5.0], TypeError, "text 0 must be a string, a pair of strings, token ids or chat messages, got 5.0"),
+    ([True], TypeError, "text 0 must be a string"),
     (["a", None], TypeError, "text 1"),
     (["a", b"b"], TypeError, "text 1"),
     ([("a",)], TypeError, "text 0"),

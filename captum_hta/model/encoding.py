@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-Text = str | tuple[str, str]
+Text = str | tuple[str, str] | Sequence[int] | Tensor | Sequence[Mapping[str, str]]
+"""A string, a pair of them, token ids, or chat messages."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,30 @@ class Encoding:
 
     def first(self, count: int) -> Encoding:
         """The encoding of the first ``count`` tokens only."""
+        return self._slice(slice(count))
+
+    def without_first(self) -> Encoding:
+        """The encoding without the first token."""
+        return self._slice(slice(1, None))
+
+    def after(self, ids: list[int], tokens: list[str]) -> Encoding:
+        """The encoding with special tokens before it."""
+        no_words: list[int | None] = [None] * len(ids)
         return replace(
             self,
-            ids=self.ids[:count],
-            segments=self.segments[:count],
-            tokens=self.tokens[:count],
-            words=None if self.words is None else self.words[:count],
+            ids=ids + self.ids,
+            segments=[0] * len(ids) + self.segments,
+            tokens=tokens + self.tokens,
+            words=None if self.words is None else no_words + self.words,
+        )
+
+    def _slice(self, kept: slice) -> Encoding:
+        return replace(
+            self,
+            ids=self.ids[kept],
+            segments=self.segments[kept],
+            tokens=self.tokens[kept],
+            words=None if self.words is None else self.words[kept],
         )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from captum_hta.model.encoding import Batch, Encoding, Text
@@ -16,22 +19,31 @@ _VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"})
 class TextReader:
     """Reads texts with a tokenizer, which is left as it is.
 
+    A text is a string, a pair of strings, token ids (a list of int or a tensor ``[token]``), which are used
+    as they are, or chat messages (a list of dictionaries with ``role`` and ``content``), which the
+    tokenizer's chat template turns into a string. If the last message is not the assistant's, the prompt for
+    its answer is added, as the pipelines of ``transformers`` do.
+
     Args:
         tokenizer: A tokenizer of ``transformers``, fast or slow.
         vocabulary: The number of token ids that the model knows.
+
+    Attributes:
+        add_special_tokens: Whether the tokenizer adds its special tokens to strings; ``None``, as it does by
+            default. Token ids and chat messages get none: a chat template writes its own.
     """
 
     medium = "text"
-    reads = "a string or a pair of strings"
+    reads = "a string, a pair of strings, token ids or chat messages"
     longest: int | None = None
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.add_special_tokens: bool | None = None
 
-    def accepts(self, text: Any) -> bool:
-        """Whether it is a string or a pair of strings."""
-        pair = isinstance(text, tuple | list) and len(text) == 2 and all(isinstance(t, str) for t in text)
-        return pair or isinstance(text, str)
+    def accepts(self, text: object) -> bool:
+        """Whether it is a string, a pair of strings, token ids or chat messages."""
+        return isinstance(text, str) or _is_pair(text) or _are_ids(text) or _is_chat(text)
 
     def sample(self, length: int = 6) -> Encoding:
         """Tokens of two segments, none of which is padding.
@@ -45,10 +57,26 @@ class TextReader:
         return Encoding(ids, [0] * half + [1] * (len(ids) - half), [""] * len(ids))
 
     def encode(self, text: Text, max_length: int | None = None) -> Encoding:
-        """Read a text, or a pair of them; with ``max_length``, only the first tokens."""
-        pair = (text,) if isinstance(text, str) else text
+        """Read a text; with ``max_length``, only the first tokens.
+
+        Raises:
+            ValueError: If token ids are not the model's or contain padding, or there is no chat template.
+            TypeError: If it is none of what is read.
+        """
         limit = {"truncation": True, "max_length": max_length}
-        return self._read(pair, {"truncation": False} if max_length is None else limit)
+        options = {"truncation": False} if max_length is None else limit
+        if _is_chat(text):
+            return self._read((self._conversation(text),), options | {"add_special_tokens": False})
+        if _are_ids(text):
+            encoding = self._of_ids([int(number) for number in text])
+            return encoding if max_length is None else encoding.first(max_length)
+        if self.add_special_tokens is not None:
+            options["add_special_tokens"] = self.add_special_tokens
+        if isinstance(text, str):
+            return self._read((text,), options)
+        if not _is_pair(text):
+            raise TypeError(f"a text must be {self.reads}, got a {type(text).__name__}")
+        return self._read(text, options)
 
     def decoder(self, text: str, start: int, max_length: int | None, context: Encoding) -> Encoding:
         """The text of a decoder: the token that it starts with, then the text without special tokens.
@@ -84,8 +112,59 @@ class TextReader:
             )
         return ids[0]
 
+    def _of_ids(self, ids: list[int]) -> Encoding:
+        """Token ids, with labels; they have no words.
+
+        Raises:
+            ValueError: If the model does not know one of them, or padding follows the text.
+        """
+        for number in ids:
+            if not 0 <= number < self.vocabulary:
+                raise ValueError(
+                    f"there is no token {number}: the token ids of the model are 0 to {self.vocabulary - 1}"
+                )
+        pad = self.tokenizer.pad_token_id
+        others = ("bos_token_id", "eos_token_id", "unk_token_id")
+        has_other_use = pad in [getattr(self.tokenizer, name, None) for name in others]
+        padding = [pad] * (2 if has_other_use else 1)
+        if pad is not None and padding in (ids[-len(padding) :], ids[: len(padding)]):
+            raise ValueError(
+                f"token ids begin or end with the padding token {pad}, which would count as part of the "
+                "text: pass each text without padding, which is added where it is needed"
+            )
+        return Encoding(ids, [0] * len(ids), [self._plain_label(number) for number in ids])
+
+    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Chat messages as the text that the model was trained on.
+
+        Raises:
+            ValueError: If the tokenizer has no chat template.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                "the tokenizer has no chat template: set tokenizer.chat_template, or pass the conversation "
+                "as a string"
+            )
+        answer = messages[-1]["role"] != "assistant"
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=answer
+        )
+        return text
+
     def _read(self, pair: Sequence[str], options: dict[str, Any]) -> Encoding:
-        """Tokenize one text or two; labels and words are cut from the text if the tokenizer gives offsets."""
+        """Tokenize one text or two; labels and words are cut from the text if the tokenizer gives offsets.
+
+        If a text begins with the token that the tokenizer puts before it, as a chat that is written out does,
+        that token is not doubled.
+        """
+        encoding = self._tokenized(pair, options)
+        first = getattr(self.tokenizer, "bos_token_id", None)
+        is_doubled = first is not None and encoding.ids[:2] == [first, first]
+        text = getattr(self.tokenizer, "bos_token", None) or ""
+        doubled = is_doubled and pair[0].startswith(text) and not pair[0].startswith(2 * text)
+        return encoding.without_first() if doubled else encoding
+
+    def _tokenized(self, pair: Sequence[str], options: dict[str, Any]) -> Encoding:
         fast = getattr(self.tokenizer, "is_fast", False)
         encoded = self.tokenizer(*pair, verbose=False, return_offsets_mapping=fast, **options)
         ids = list(encoded["input_ids"])
@@ -135,6 +214,30 @@ class TextReader:
         mask = _padded([[1] * len(encoding) for encoding in encodings], 0, device)
         segments = _padded([encoding.segments for encoding in encodings], 0, device)
         return Batch((ids,), (mask, segments), mask.bool())
+
+
+def _is_pair(text: object) -> TypeGuard[Sequence[str]]:
+    return isinstance(text, tuple | list) and len(text) == 2 and all(isinstance(one, str) for one in text)
+
+
+def _are_ids(text: object) -> TypeGuard[Sequence[int] | Tensor | NDArray[np.integer[Any]]]:
+    """Whether it is a list of integers, or one axis of them in a tensor or array."""
+    if isinstance(text, list | tuple):
+        return bool(text) and all(isinstance(one, Integral) and not isinstance(one, bool) for one in text)
+    if isinstance(text, Tensor):
+        return text.dim() == 1 and not (
+            text.is_floating_point() or text.is_complex() or text.dtype == torch.bool
+        )
+    return isinstance(text, np.ndarray) and text.ndim == 1 and np.issubdtype(text.dtype, np.integer)
+
+
+def _is_chat(text: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    """Whether it is a list of messages."""
+    return (
+        isinstance(text, list | tuple)
+        and bool(text)
+        and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in text)
+    )
 
 
 def _words_of(

@@ -36,7 +36,8 @@ class TransformerLensModel(HookPointModel):
 
     Args:
         bridge: A ``TransformerBridge`` in eval mode, with eager attention.
-        tokenizer: Its tokenizer. Default: ``None``, the bridge's own.
+        tokenizer: Its tokenizer. Default: ``None``, the bridge's own: then tokens are those of
+            ``bridge.to_tokens``, with BOS if that puts one first.
         name: What to call the model. Default: ``None``, its name in the bridge's configuration.
         given: What the blocks of the model computed before it was bridged, to compare the bridge with.
             Default: ``None``, nothing is compared.

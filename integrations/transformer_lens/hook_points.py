@@ -12,6 +12,7 @@ from torch.nn import Module
 from captum_hta.integrations.adapter import Adapter
 from captum_hta.integrations.conditions import encoder_logits, heads_error, no_logits, tolerance
 from captum_hta.integrations.readers.texts import TextReader
+from captum_hta.integrations.transformer_lens.tokens import LensTextReader
 from captum_hta.integrations.weights import repeated
 from captum_hta.model.attention import Attention, AttentionFactors, Unembedding
 from captum_hta.model.encoding import Batch
@@ -24,7 +25,8 @@ class HookPointModel(Adapter):
 
     Args:
         lens: The model, with ``hook_dict`` and ``cfg``.
-        tokenizer: Its tokenizer. Default: ``None``, the model's own.
+        tokenizer: Its tokenizer. Default: ``None``, the model's own: then tokens are those of its
+            ``to_tokens``, with BOS if that puts one first.
         name: What to call the model. Default: ``None``, its name in its configuration.
         vocabulary: The number of token ids that it embeds.
 
@@ -41,11 +43,12 @@ class HookPointModel(Adapter):
     factor_hooks: Mapping[str, str]
 
     def __init__(self, lens: Any, tokenizer: Any, name: str | None, vocabulary: int) -> None:
-        tokenizer = tokenizer if tokenizer is not None else getattr(lens, "tokenizer", None)
-        if tokenizer is None:
+        if tokenizer is None and getattr(lens, "tokenizer", None) is None:
             raise ValueError(f"the {self.kind} has no tokenizer: pass tokenizer=")
         self.lens = self.module = lens
-        self.reader = TextReader(tokenizer, vocabulary)
+        self.reader = (
+            LensTextReader(lens, vocabulary) if tokenizer is None else TextReader(tokenizer, vocabulary)
+        )
         config = lens.cfg
         self.architecture = str(getattr(config, "architecture", None) or type(lens).__name__)
         self.name = name or str(getattr(config, "model_name", None) or self.architecture)

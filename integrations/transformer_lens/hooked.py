@@ -26,14 +26,14 @@ _POST_NORM = "hook_normalized_resid_post"
 class HookedModel(HookPointModel):
     """A ``HookedTransformer`` or ``HookedEncoder`` as the core's model.
 
-    The model is used as it is, and hooks that are active on it act on the result. Token ids are those of the
-    tokenizer, so ``default_prepend_bos`` and the tokenizer's padding side do not matter: there is a first
-    token if the tokenizer adds it, as those that TransformerLens sets up do. The adapter proves itself as
+    The model is used as it is, and hooks that are active on it act on the result. The tokenizer's padding
+    side does not matter. The adapter proves itself as
     :class:`captum_hta.integrations.transformer_lens.adapter.TransformerLensModel` does.
 
     Args:
         model: The model.
-        tokenizer: Its tokenizer. Default: ``None``, the model's own.
+        tokenizer: Its tokenizer. Default: ``None``, the model's own: then tokens are those of its
+            ``to_tokens``, with BOS if that puts one first.
         name: What to call the model. Default: ``None``, its name in its configuration.
 
     Raises:

@@ -4,12 +4,16 @@
   name on the hub, and refuses bare models and classifiers.
 - ``component_mapping``, ``prepare_model`` and ``cfg`` of an architecture adapter: its layout, which is fitted
   to models without the head of a masked language model.
+- ``tokenizer_prepends_bos``, ``tokenizer_appends_eos`` and ``default_prepend_bos`` of a bridge's ``cfg``:
+  what ``to_tokens`` does. TransformerLens's own setup loads the tokenizer again, from the hub, and changes
+  it.
 - ``original_component`` and ``original_model``: what a bridge wraps of ``transformers``, for its
   weights.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch.nn import Module
@@ -26,12 +30,13 @@ _HEAD_COMPONENTS = ("mlm_head", "ln_final", "unembed")
 """Components that only the head of a masked language model has."""
 
 
-def build_bridge(model: PreTrainedModel, name: str) -> TransformerBridge:
+def build_bridge(model: PreTrainedModel, name: str, tokenizer: Any) -> TransformerBridge:
     """Build a bridge on a model, whose submodules it replaces.
 
     Args:
         model: A model of ``transformers``.
         name: What to call it.
+        tokenizer: Its tokenizer. The bridge gets a copy, and its ``to_tokens`` gives the same tokens.
 
     Raises:
         ValueError: If TransformerLens does not know the architecture.
@@ -46,13 +51,26 @@ def build_bridge(model: PreTrainedModel, name: str) -> TransformerBridge:
             f"TransformerLens does not bridge {architecture}: leave out adapter, which takes it as "
             "transformers has it, or pass a class that TransformerLens knows, such as a GPT2LMHeadModel"
         )
-    return build_bridge_from_module(
+    bridge = build_bridge_from_module(
         model,
         architecture,
         hf_config=model.config,
         model_name=name,
         post_adapter_hook=lambda adapter: _fit(adapter, model, kind),
     )
+    _give_tokenizer(bridge, copy.deepcopy(tokenizer))
+    return bridge
+
+
+def _give_tokenizer(bridge: TransformerBridge, tokenizer: Any) -> None:
+    """Set a bridge's tokenizer so that ``to_tokens`` gives the tokenizer's own tokens."""
+    if getattr(tokenizer, "pad_token", "") is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # to_tokens pads, which an unpadded batch of one needs too
+    bridge.tokenizer = tokenizer
+    first = [getattr(tokenizer, name, None) for name in ("bos_token_id", "cls_token_id")]
+    prepends = tokenizer("a")["input_ids"][0] in first
+    bridge.cfg.tokenizer_prepends_bos = bridge.cfg.default_prepend_bos = prepends
+    bridge.cfg.tokenizer_appends_eos = False  # otherwise to_tokens removes it
 
 
 def wrapped_module(component: Any) -> Module:

@@ -48,7 +48,8 @@ def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -
         config = transformers.AutoConfig.from_pretrained(path, **_of_files(options))
         check(config)
         with _quiet_loading():
-            model, report = _class_of(config).from_pretrained(path, output_loading_info=True, **options)
+            cls = _class_of(config, is_decoder="gguf_file" in options)
+            model, report = cls.from_pretrained(path, output_loading_info=True, **options)
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"no model is found at {path!r}: pass a folder with config.json and weights, or a name on "
@@ -57,12 +58,16 @@ def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -
     return _without_random_weights(model, report, path)
 
 
-def _class_of(config: Any) -> Any:
-    """The class of model that a configuration names, or the class that finds one."""
+def _class_of(config: Any, is_decoder: bool) -> Any:
+    """The class of model that a configuration names, or the class that finds one.
+
+    GGUF files name none; they hold decoders with their unembedding.
+    """
     name = (getattr(config, "architectures", None) or [""])[0]
     cls = getattr(transformers, name, None)
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
-    return cls if is_model else transformers.AutoModel
+    automatic = transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModel
+    return cls if is_model else automatic
 
 
 def _without_random_weights(model: PreTrainedModel, report: dict[str, Any], path: str) -> PreTrainedModel:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import transformers as hf
-from conftest import tiny_bert
+from conftest import WordTokenizer, tiny_bert
 from families import FAMILIES, tiny, tiny_with_head
 from torch.nn import Module
 
@@ -64,7 +64,7 @@ def test_transformer_lens_builds_bridges(name: str) -> None:
     from captum_hta.integrations.transformer_lens.internals import build_bridge, wrapped_model
 
     model = tiny_with_head(name)
-    bridge = build_bridge(model, "tiny")
+    bridge = build_bridge(model, "tiny", WordTokenizer())
     assert wrapped_model(bridge) is model
     assert (bridge.cfg.n_layers, bridge.cfg.n_heads) == (3, 4)
 
@@ -77,7 +77,7 @@ def test_transformer_lens_lets_its_layout_be_fitted(cls: type[Module]) -> None:
 
     model = tiny_bert(cls)
     query = model.base_model.encoder.layer[0].attention.self.query
-    bridge = build_bridge(model, "tiny")
+    bridge = build_bridge(model, "tiny", WordTokenizer())
     assert wrapped_module(bridge.blocks[0].attn.q) is query
     assert not hasattr(bridge, "unembed")
 

@@ -249,10 +249,9 @@ def test_bridge_of_boot_transformers() -> None:
     assert off(contributions(load_model(bridge), [PAIR]).values, expected) < 1e-12
 
 
-def test_tokenizer_of_the_bridge(bert: TransformerLensModel) -> None:
+def test_tokenizer_of_the_bridge(minilm: TransformerLensModel) -> None:
     """The bridge's own tokenizer serves where none is passed."""
-    bert.bridge.tokenizer = WordTokenizer()
-    assert TransformerLensModel(bert.bridge).encode(TEXT) == bert.encode(TEXT)
+    assert TransformerLensModel(minilm.bridge).encode(TEXT) == minilm.encode(TEXT)
 
 
 def test_name_of_the_model(bert: TransformerLensModel) -> None:
@@ -538,6 +537,12 @@ def unknown_hooks() -> Module:
     return model
 
 
+def without_tokenizer() -> TransformerBridge:
+    bridge = load_model(tiny_bert(), WordTokenizer()).bridge
+    bridge.tokenizer = None
+    return bridge
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "type": (lambda path: load_model(t5(), WordTokenizer()), ValueError, "'t5'.*name the part"),
     "no transformer": (lambda path: load_model(torch.nn.Linear(2, 2)), TypeError, "any PyTorch model"),
@@ -560,7 +565,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         "move or cast it before",
     ),
     "bridge without tokenizer": (
-        lambda path: TransformerLensModel(load_model(tiny_bert(), WordTokenizer()).bridge),
+        lambda path: TransformerLensModel(without_tokenizer()),
         ValueError,
         "pass tokenizer=",
     ),

