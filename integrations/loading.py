@@ -26,10 +26,10 @@ from captum_hta.integrations.transformers.attention import foreign_attention
 from captum_hta.integrations.transformers.families import layout_for, medium_of
 from captum_hta.integrations.transformers.given import GivenModel
 from captum_hta.integrations.transformers.pretrained import (
-    demo_path,
     load_pretrained,
     load_processor,
     load_tokenizer,
+    located,
 )
 from captum_hta.integrations.transformers.wrappers import no_model, unwrapped
 from captum_hta.model.protocol import Reader
@@ -204,13 +204,8 @@ def _from_files(
     model: str | Path | None, tokenizer: Any, options: dict[str, Any], part: str | None
 ) -> tuple[PreTrainedModel, Any, str]:
     """A model from a folder or the hub, with its tokenizer or processor, and its name."""
-    path = (
-        demo_path()
-        if model is None
-        else str(Path(model).expanduser() if Path(model).expanduser().exists() else model)
-    )
-    if Path(path).suffix == ".gguf" and Path(path).is_file():
-        path, options = str(Path(path).parent), options | {"gguf_file": Path(path).name}
+    path, file = located(model)
+    options = options | file
     loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
     if tokenizer is None:
         medium = medium_of(loaded.config)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import transformers
 
-from captum_hta.integrations.transformers.pretrained import demo_path
+from captum_hta.integrations.transformers.pretrained import located
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ def configured_dimensions(model: str | None, part: str | None = None) -> Dimensi
     """Layers and heads of a model, or ``None`` where its configuration does not say.
 
     Args:
-        model: A folder or a name on the Hugging Face hub; ``None`` for the demo model.
+        model: A folder, a ``.gguf`` file or a name on the Hugging Face hub; ``None`` for the demo model.
         part: Part of an encoder-decoder model, as in :func:`captum_hta.load_model`.
     """
-    path = demo_path() if model is None else model
+    path, file = located(model)
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **file)
     except (OSError, ValueError):  # loading the model raises the error that explains it
         return None
     decoder = part in ("decoder", "cross")
@@ -43,7 +43,9 @@ def configured_dimensions(model: str | None, part: str | None = None) -> Dimensi
     counts = (_first(config, *layers, "num_hidden_layers"), _first(config, *heads, "num_attention_heads"))
     if counts[0] is None or counts[1] is None:
         return None
-    return Dimensions("all-MiniLM-L6-v2" if model is None else Path(path).name, counts[0], counts[1])
+    return Dimensions(
+        "all-MiniLM-L6-v2" if model is None else Path(file.get("gguf_file", path)).name, counts[0], counts[1]
+    )
 
 
 def _first(config: transformers.PretrainedConfig, *names: str) -> int | None:

@@ -30,6 +30,23 @@ def demo_path() -> str:
     return str(importlib.import_module(DEMO_PACKAGE).get_model_path())
 
 
+def located(model: str | Path | None) -> tuple[str, dict[str, str]]:
+    """Where the files of a model are.
+
+    Args:
+        model: A name on the hub, a folder or a ``.gguf`` file, also below ``~``; ``None`` for the demo model.
+
+    Returns:
+        A name or folder, and the options of ``from_pretrained`` that select a file in it.
+    """
+    if model is None:
+        return demo_path(), {}
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    return str(path if path.exists() else model), {}
+
+
 def load_pretrained(path: str, check: Callable[[Any], object], **options: Any) -> PreTrainedModel:
     """Load a model of the class that its configuration names.
 
