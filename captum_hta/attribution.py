@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 from captum.attr import GradientAttribution, NeuronAttribution
@@ -23,15 +23,14 @@ from captum_hta.jacobian.arguments import (
     is_integer,
     optional_count,
 )
+from captum_hta.jacobian.batch_splits import check_split, direction_rows, examples_of, part_of, splits
 from captum_hta.jacobian.engine import Answer, Progress, answer
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.norms import NORMS, NotFiniteError, shares
 from captum_hta.jacobian.query import ONE_PROBE, Query
-from captum_hta.model.sites import observed
 
 Attribution = Tensor | tuple[Tensor, ...] | list[Tensor | tuple[Tensor, ...]]
 """For one source a tensor, for several a tuple; for several layers a list of these."""
-_T = TypeVar("_T", Tensor, object)
 
 
 class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: ignore[misc]  # Captum has no types
@@ -50,8 +49,8 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
     There are two exact modes, equal to rounding. *Forward* pushes tangents of every source token through
     the model and reads all targets on the way; *reverse* pulls cotangents of every target component
     back. The class counts the operations of both and takes the cheaper: forward for whole layers,
-    reverse for a few query positions. Where a model holds an operator without a forward derivative, it
-    takes reverse. *Probes* (``n_probes``, ``tolerance``) estimate the result from a few random tangents
+    reverse for a few query positions. It takes reverse for a model with an operator that has no forward
+    derivative. *Probes* (``n_probes``, ``tolerance``) estimate the result from a few random tangents
     of each source token.
 
     References:
@@ -72,8 +71,8 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
             axis). Any other target gives ``[batch, query, key]``.
         norm (str, optional): ``"frobenius"``, of the whole Jacobian; ``"spectral"``, its largest
             singular value; ``"sum"``, the Euclidean norm of the gradient of the summed components of
-            :math:`y_j`, which some public code uses (nearly constant, so without meaning, behind a
-            LayerNorm). Default: ``"frobenius"``.
+            :math:`y_j`, which some public code uses (nearly constant behind a LayerNorm, so without
+            meaning there). Default: ``"frobenius"``.
         multiply_by_inputs (bool, optional): Scale column ``d`` of each Jacobian by ``x_i[d]``.
             Default: ``False``.
         device_ids (list of int, optional): As in Captum, where ``forward_func`` applies a
@@ -158,7 +157,8 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
                 ``source_layer`` they are the sources, ``[batch, position, width]`` each; with one they
                 may be token ids.
             neuron_selector (int, slice or list of int, optional): Query positions, in the order of the
-                result, whose query axis stays. Fewer queries may be less work. Default: ``None``, all.
+                result, which keeps its query axis. Fewer queries may take less work. Default:
+                ``None``, all.
             additional_forward_args (Any, optional): Further arguments of ``forward_func``, which
                 nothing is attributed to; a tuple for several. Default: ``None``.
             attribute_to_neuron_input (bool, optional): Take the target module's input instead of its
@@ -179,8 +179,8 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
                 ``"medium"`` as in ``torch.set_float32_matmul_precision``, restored afterwards. Lower
                 ones are faster where the processor has units for them. Default: ``"highest"``.
             direction (Tensor or list of Tensors, optional): A vector :math:`v` in the space of the target,
-                :math:`r_{ij} = \| v^\top \partial y_j / \partial x_i \|`: how much of ``x_i`` is in what
-                ``y_j`` says along it. ``[d_head]``, ``[head, d_head]`` or ``[batch, head, query, d_head]``;
+                :math:`r_{ij} = \| v^\top \partial y_j / \partial x_i \|`: how much of ``x_i`` is in the
+                component of ``y_j`` along it. ``[d_head]``, ``[head, d_head]`` or ``[batch, head, query, d_head]``;
                 of a target without a head axis ``[width]`` or ``[batch, query, width]``. A list of layers
                 may have a list of them. Default: ``None``, the whole Jacobian.
 
@@ -216,43 +216,43 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         if return_standard_error and query.n_probes == 1:
             raise ValueError(ONE_PROBE)
         extra = _as_tuple(additional_forward_args)
-        batch = sources[0].shape[self.batch_dim if sources[0].dim() > self.batch_dim else 0]
-        if internal_batch_size is not None and internal_batch_size < batch:
-            self._check_split(sources, extra, batch)
-        chunk = internal_batch_size and max(internal_batch_size // batch, 1)
-        answers = []
-        with ExitStack() as bars:
-            for rows in _splits(batch, internal_batch_size):
-                forward_pass = ForwardPass(
-                    self.forward_func,
-                    _rows(sources, rows, batch, self.batch_dim),
-                    _rows(extra, rows, batch, self.batch_dim),
-                    list(dict.fromkeys(self._layers)),
-                    self.source_layer,
-                    attribute_to_neuron_input,
-                    self.num_heads,
-                    self.batch_dim,
-                )
-                part = replace(query, direction=_direction_rows(direction, rows, batch))
-                progress = _bar(bars) if show_progress else None
-                try:
-                    answers.append(answer(forward_pass, part, chunk=chunk, progress=progress))
-                except NotFiniteError as error:
-                    raise error.renumbered(range(batch)[rows]) from error
+        forward_pass = self._forward_pass(sources, extra, attribute_to_neuron_input)
+        answers = self._answers(forward_pass, query, internal_batch_size, show_progress)
         is_tuple = isinstance(inputs, tuple) and self.source_layer is None
         return self._formatted(answers, is_tuple, return_standard_error)
 
-    def _check_split(self, sources: tuple[Tensor, ...], extra: tuple[object, ...], batch: int) -> None:
-        """Raise if a split of the inputs does not split the batch of the source."""
-        if self.source_layer is None or (sources[0].dim() > 1 and self.batch_dim == 0):
-            return
-        found = observed({"source": self.source_layer}, lambda: self.forward_func(*sources, *extra))
-        examples = found["source"].shape[self.batch_dim] if "source" in found else batch
-        if examples != batch:
-            raise ValueError(
-                f"internal_batch_size splits axis {self.batch_dim} of the inputs, {batch} long, but the "
-                f"source has {examples} examples: leave it out, or pass inputs with the batch on that axis"
-            )
+    def _forward_pass(
+        self, sources: tuple[Tensor, ...], extra: tuple[object, ...], at_input: bool
+    ) -> ForwardPass:
+        return ForwardPass(
+            self.forward_func,
+            sources,
+            extra,
+            list(dict.fromkeys(self._layers)),
+            self.source_layer,
+            at_input,
+            self.num_heads,
+            self.batch_dim,
+        )
+
+    def _answers(
+        self, forward_pass: ForwardPass, query: Query, internal_batch_size: int | None, show_progress: bool
+    ) -> list[Answer]:
+        """The answers for the parts that ``internal_batch_size`` splits the batch into."""
+        batch = examples_of(forward_pass)
+        if internal_batch_size is not None and internal_batch_size < batch:
+            check_split(forward_pass)
+        chunk = internal_batch_size and max(internal_batch_size // batch, 1)
+        answers = []
+        with ExitStack() as bars:
+            for rows in splits(batch, internal_batch_size):
+                part = replace(query, direction=direction_rows(query.direction, rows, batch))
+                progress = _bar(bars) if show_progress else None
+                try:
+                    answers.append(answer(part_of(forward_pass, rows), part, chunk=chunk, progress=progress))
+                except NotFiniteError as error:
+                    raise error.renumbered(range(batch)[rows]) from error
+        return answers
 
     def _formatted(
         self, answers: list[Answer], is_tuple: bool, with_error: bool
@@ -300,40 +300,6 @@ def _as_tuple(extra: object) -> tuple[object, ...]:
     if extra is None:
         return ()
     return extra if isinstance(extra, tuple) else (extra,)
-
-
-def _splits(batch: int, internal_batch_size: int | None) -> Iterator[slice]:
-    """Parts of the batch that ``internal_batch_size`` allows at once."""
-    step = batch if internal_batch_size is None else min(internal_batch_size, batch)
-    for start in range(0, batch, step):
-        yield slice(start, min(start + step, batch))
-
-
-def _rows(values: tuple[_T, ...], rows: slice, batch: int, batch_dim: int) -> tuple[_T, ...]:
-    """Those rows of each tensor that has one for each example, as Captum splits a batch."""
-    return values if rows == slice(0, batch) else tuple(_part(one, rows, batch, batch_dim) for one in values)
-
-
-def _part(value: _T, rows: slice, batch: int, batch_dim: int) -> _T:
-    """The rows of a value with an axis for examples: the batch axis, or the first one, as masks have it."""
-    if not isinstance(value, Tensor):
-        return value
-    axes = [dim for dim in (batch_dim, 0) if value.shape[dim : dim + 1] == (batch,)]
-    return value.narrow(axes[0], rows.start, rows.stop - rows.start) if axes else value
-
-
-def _direction_rows(
-    direction: Tensor | Sequence[Tensor] | None, rows: slice, batch: int
-) -> Tensor | Sequence[Tensor] | None:
-    """Directions of some examples, where they have a batch axis."""
-    if isinstance(direction, list | tuple):
-        return [_example_rows(one, rows, batch) for one in direction]
-    return _example_rows(direction, rows, batch) if isinstance(direction, Tensor) else direction
-
-
-def _example_rows(direction: Tensor, rows: slice, batch: int) -> Tensor:
-    has_batch = isinstance(direction, Tensor) and direction.dim() >= 3 and len(direction) == batch
-    return direction[rows] if has_batch else direction
 
 
 def _bar(stack: ExitStack) -> Progress:

@@ -59,9 +59,7 @@ def effective_attention(pattern: Tensor, value: Tensor, weight: Tensor) -> Tenso
     # V W_O = (V corner) Q^T, where Q^T has orthonormal rows: both products have the same left null space.
     corner = torch.linalg.qr(weight.mT, mode="r").R.mT
     basis, singular, _ = torch.linalg.svd(value @ corner, full_matrices=False)
-    longest = max(
-        value.shape[-2:]
-    )  # not the width: single precision resolves smaller values than that allows
+    longest = max(value.shape[-2:])  # not the width: single precision resolves smaller values than it allows
     tolerance = longest * torch.finfo(singular.dtype).eps * singular[..., :1]  # as numpy's matrix_rank
     let_through: Tensor = basis * (singular > tolerance)[..., None, :]
     return pattern @ let_through @ let_through.mT

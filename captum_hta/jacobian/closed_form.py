@@ -263,10 +263,7 @@ def _with_fixed_grams(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Te
     """
     q, v, s = factors.query, factors.value, factors.scale
     mean = v.mean(-2, keepdim=True)
-    v, o = (
-        v - mean,
-        o - mean,
-    )  # the bracket depends on their differences alone; centring loses less to rounding
+    v, o = v - mean, o - mean  # only their differences matter; centred, they lose less to rounding
     kappa: Tensor = s**2 * _forms(q, grams.kk, q)
     u = s * _apply(grams.gk, q)
     rest = grams.gg[..., None] + kappa * _dots(o, o) - 2 * _dots(o, u)
