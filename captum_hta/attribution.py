@@ -157,8 +157,8 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
                 ``source_layer`` they are the sources, ``[batch, position, width]`` each; with one they
                 may be token ids.
             neuron_selector (int, slice or list of int, optional): Query positions, in the order of the
-                result, which keeps its query axis. Fewer queries may take less work. Default:
-                ``None``, all.
+                result, which keeps its query axis. Fewer queries may take less work. Default: ``None``,
+                all.
             additional_forward_args (Any, optional): Further arguments of ``forward_func``, which
                 nothing is attributed to; a tuple for several. Default: ``None``.
             attribute_to_neuron_input (bool, optional): Take the target module's input instead of its
@@ -180,9 +180,10 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
                 ones are faster where the processor has units for them. Default: ``"highest"``.
             direction (Tensor or list of Tensors, optional): A vector :math:`v` in the space of the target,
                 :math:`r_{ij} = \| v^\top \partial y_j / \partial x_i \|`: how much of ``x_i`` is in the
-                component of ``y_j`` along it. ``[d_head]``, ``[head, d_head]`` or ``[batch, head, query, d_head]``;
-                of a target without a head axis ``[width]`` or ``[batch, query, width]``. A list of layers
-                may have a list of them. Default: ``None``, the whole Jacobian.
+                component of ``y_j`` along it. ``[d_head]``, ``[head, d_head]`` or
+                ``[batch, head, query, d_head]``; for a target without a head axis ``[width]`` or
+                ``[batch, query, width]``. A list of layers may have a list of them. Default: ``None``, the
+                whole Jacobian.
 
         Returns:
             *Tensor* ``[batch, head, query, key]`` of contributions: rows sum to 1, or are zero where
