@@ -14,6 +14,7 @@ from captum_hta.report import (
     layers,
     patterns,
     positions,
+    sinks,
 )
 from captum_hta.report.labelled_study import LabelledStudy
 from captum_hta.report.page import Section
@@ -28,6 +29,7 @@ SECTIONS: Sequence[SectionOf] = (
     positions.relative_positions,
     correlations.from_the_input,
     patterns.simple_patterns,
+    sinks.sinks,
     hidden_tokens.hidden_tokens,
     identifiability.identified_tokens,
     effective_attention.effective_attention,

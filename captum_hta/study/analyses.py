@@ -8,6 +8,7 @@ from captum_hta.study.hidden_tokens import Mixing
 from captum_hta.study.identifiability import Identifiability
 from captum_hta.study.patterns import Patterns
 from captum_hta.study.positions import RelativePositions
+from captum_hta.study.sinks import Sinks
 
 ANALYSES: tuple[type[Analysis], ...] = (
     Correlations,
@@ -15,6 +16,7 @@ ANALYSES: tuple[type[Analysis], ...] = (
     ProbeErrors,
     Mixing,
     Patterns,
+    Sinks,
     EffectiveCorrelation,
     Identifiability,
 )
