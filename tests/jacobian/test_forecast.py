@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
+from conftest import WordTokenizer
+from families import tiny
 
 from captum_hta import Plan, Size, contributions, forecast
+from captum_hta.integrations import TransformersModel
 from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forecast import in_all
 from captum_hta.jacobian.forward_pass import ForwardPass
@@ -44,28 +46,17 @@ def test_forecast_of_a_real_model(minilm, n_probes: int | None) -> None:
     assert expected.flops == pytest.approx(done.flops, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 @pytest.mark.parametrize("queries", [None, 1])
 def test_forecast_of_causal_models(name: str, queries: int | None) -> None:
     """Windows, grouped heads and gates are counted."""
-    torch.manual_seed(0)
-    if name == "gpt2":
-        model = GPT2Model(GPT2Config(n_layer=3, n_head=4, n_embd=32, vocab_size=50))
-        heads, source = [block.attn.c_proj for block in model.h], model.drop
-        size = Size(3, 4, 32, 128, causal=True)
-    else:
-        config = LlamaConfig(
-            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=32,
-            intermediate_size=48, vocab_size=50,
-        )  # fmt: skip
-        model = LlamaModel(config)
-        heads, source = [layer.self_attn.o_proj for layer in model.layers], model.embed_tokens
-        size = Size(3, 4, 32, 48, key_heads=2, gated=True, causal=True)
-    model.set_attn_implementation("eager")
-    forward_pass = ForwardPass(model.eval(), (torch.arange(16)[None],), (), heads, source, True, 4)
+    model = TransformersModel(tiny(name), WordTokenizer(60))
+    heads = [model.target(layer) for layer in range(model.num_layers)]
+    ids = torch.arange(5, 21)[None]
+    forward_pass = ForwardPass(model.forward, (ids,), (), heads, model.source(0), num_heads=model.num_heads)
     selector = None if queries is None else 3
     done = answer(forward_pass, Query(neuron_selector=selector)).plan
-    expected = forecast(size, 16, queries=queries)
+    expected = forecast(model.size, 16, queries=queries, dtype=model.dtype)
     assert expected.mode == done.mode
     assert done.flops <= expected.flops * (1 + 1e-9)  # segments may reach further than is forecast
     assert expected.flops == pytest.approx(done.flops, rel=0.06)

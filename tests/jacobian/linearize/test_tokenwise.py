@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import FAMILIES, tiny
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2Model,
-    GPTNeoXConfig,
-    GPTNeoXModel,
-    LlamaConfig,
-    LlamaModel,
-)
 
 from captum_hta import HiddenTokenAttribution
 from captum_hta.jacobian.forward_pass import ForwardPass
@@ -28,44 +19,33 @@ from captum_hta.jacobian.linearize.tokenwise import (
 )
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 from captum_hta.jacobian.plan import CACHE
+from captum_hta.model.sites import Site
 
 LENGTH, WIDTH = 9, 16
-SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
-MODELS = {
-    "bert": lambda: BertModel(BertConfig(intermediate_size=4 * WIDTH, **SIZES)),
-    "gpt2": lambda: GPT2Model(GPT2Config(n_embd=WIDTH, n_layer=3, n_head=4, vocab_size=50)),
-    "llama": lambda: LlamaModel(LlamaConfig(intermediate_size=3 * WIDTH, num_key_value_heads=2, **SIZES)),
-    "neox": lambda: GPTNeoXModel(GPTNeoXConfig(intermediate_size=4 * WIDTH, **SIZES)),
-}
-
-SEGMENTS = {"bert": 3, "gpt2": 3, "llama": 3, "neox": 2}  # a parallel block's first is before any mixing
+SEGMENTS = {"BERT": 3, "GPT-2": 3, "Llama": 3, "GPT-NeoX (Pythia)": 2}
+"""How many segments each model has; the first of a parallel block is before any mixing of tokens."""
+INNER = {"BERT": 2, "GPT-2": 4, "GPT-NeoX (Pythia)": 2}
+"""The inner width of feed-forward parts, in widths of the model."""
 
 
-def derivative(name: str, batch: int = 1, layers: slice = slice(None)) -> WindowedLinearization:
-    """The derivative of the outputs of a random model's blocks with respect to its embedding."""
-    torch.manual_seed(0)
-    model = MODELS[name]().double().eval()
-    model.set_attn_implementation("eager")
-    if name == "bert":
-        blocks, source = model.encoder.layer, model.embeddings
-    elif name == "gpt2":
-        blocks, source = model.h, model.drop
-    else:
-        blocks, source = model.layers, model.get_input_embeddings()
-    ids = torch.randint(0, 50, (batch, LENGTH))
-    forward_pass = ForwardPass(model, (ids,), (), list(blocks)[layers], source)
+def derivative(name: str, batch: int = 1) -> WindowedLinearization:
+    """The derivative of the outputs of a random model's blocks with respect to the input of the first."""
+    model = tiny(name)
+    blocks = [model.get_submodule(FAMILIES[name].block.format(layer)) for layer in range(3)]
+    ids = torch.randint(5, 60, (batch, LENGTH), generator=torch.Generator().manual_seed(0))
+    forward_pass = ForwardPass(model, (ids,), (), blocks, Site(blocks[0], at_input=True))
     whole = forward_pass.linearize()[0]
     return WindowedLinearization(whole, whole.sources[0])
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SEGMENTS)
 def test_collapsed_tangents_are_those_of_the_whole(name: str, batch: int) -> None:
     """For every target, from the first token and from one in the middle."""
     found = derivative(name, batch)
     found.prepare(10**6)
     assert len(found.collapsed) == SEGMENTS[name]
-    scale = 1e4 if name in ("llama", "neox") else 1  # which compute in float32 inside
+    scale = 1 if FAMILIES[name].exact else 1e4
     for tokens in (range(1), range(4, 6)):
         tangents = torch.randn(3, batch, len(tokens), WIDTH, dtype=torch.float64)
         full = Window(tokens.start, tokens.stop, LENGTH).widen(tangents, ROWS)
@@ -77,20 +57,20 @@ def test_collapsed_tangents_are_those_of_the_whole(name: str, batch: int) -> Non
             torch.testing.assert_close(pushed[target], value, rtol=1e-10 * scale, atol=1e-12 * scale)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "neox"])
+@pytest.mark.parametrize("name", INNER)
 def test_operations_saved(name: str) -> None:
-    """A feed-forward part of 16 D^2 operations per token becomes one of 2 D^2, prepared in 8 D^3."""
+    """With an inner width of r D, 4 r D^2 operations per token become 2 D^2, prepared in 2 r D^3."""
     found = derivative(name)
     last = found.whole.targets[-1]
-    saved = SEGMENTS[name] * (16 - 2) * WIDTH**2 * LENGTH
+    saved = SEGMENTS[name] * (4 * INNER[name] - 2) * WIDTH**2 * LENGTH
     assert found.flops(last, 1) - found.flops(last, 10**6) == pytest.approx(saved * found.share)
-    assert found.preparation_flops(10**6) == SEGMENTS[name] * 8 * WIDTH**3 * LENGTH
+    assert found.preparation_flops(10**6) == SEGMENTS[name] * 2 * INNER[name] * WIDTH**3 * LENGTH
     assert found.preparation_flops(1) == 0
 
 
 def test_few_tangents_are_not_worth_it() -> None:
     """Nothing is collapsed for fewer tangents than the Jacobians themselves need."""
-    found = derivative("bert")
+    found = derivative("BERT")
     found.prepare(WIDTH // 2)
     assert not found.collapsed
     found.prepare(LENGTH * WIDTH)
@@ -107,7 +87,7 @@ def test_gain_counts_reading() -> None:
 
 def test_target_inside() -> None:
     """A segment that something else reads is not replaced as a whole."""
-    found = derivative("bert")
+    found = derivative("BERT")
     inner = segments(found.whole.calls, found.whole.shapes, LENGTH, found.whole.targets)
     added = inner[1].calls[-2].outputs[0]  # before the last normalisation
     split = segments(found.whole.calls, found.whole.shapes, LENGTH, [*found.whole.targets, added])

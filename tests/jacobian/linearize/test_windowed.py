@@ -4,69 +4,57 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import FAMILIES, tiny
 from reference import hooked, jacobian, norms, shares
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
 from captum_hta import HiddenTokenAttribution
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.linearize.axes import ROWS, TokenAxis, Window
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 
-COMMON = {"vocab_size": 50, "use_cache": False}
-ROTARY = {
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32,
-    "intermediate_size": 48, **COMMON,
-}  # fmt: skip
+WIDTH = 16
 
 
 def decoder(name: str, kernel: str = "eager") -> tuple[nn.Module, list[nn.Module], nn.Module]:
     """A random causal model in float64, the output projections of its heads, and its embedding."""
-    torch.manual_seed(0)
-    if name == "gpt2":
-        model = GPT2Model(GPT2Config(n_layer=3, n_head=4, n_embd=32, n_positions=40, **COMMON))
-        heads, source = [block.attn.c_proj for block in model.h], model.drop
-    else:
-        config, cls = {"llama": (LlamaConfig, LlamaModel), "qwen3": (Qwen3Config, Qwen3Model)}[name]
-        extra = {"head_dim": 8} if name == "qwen3" else {}
-        model = cls(config(**ROTARY, **extra))
-        heads, source = [layer.self_attn.o_proj for layer in model.layers], model.embed_tokens
+    model, family = tiny(name), FAMILIES[name]
     model.set_attn_implementation(kernel)
-    return model.double().eval(), heads, source
+    blocks = [model.get_submodule(family.block.format(layer)) for layer in range(3)]
+    heads = [block.get_submodule(family.projection) for block in blocks]
+    return model, heads, model.get_input_embeddings()
 
 
-def windowed(name: str, batch: int = 1, kernel: str = "eager"):
+def windowed(name: str, batch: int = 1, kernel: str = "eager") -> WindowedLinearization:
     model, heads, source = decoder(name, kernel)
-    ids = torch.randint(0, 50, (batch, 9))
-    forward_pass = ForwardPass(model, (ids,), (), heads, source)
-    derivative, (x,), _ = forward_pass.linearize()
-    return WindowedLinearization(derivative, derivative.sources[0]), x
+    ids = torch.randint(5, 60, (batch, 9), generator=torch.Generator().manual_seed(0))
+    derivative, *_ = ForwardPass(model, (ids,), (), heads, source).linearize()
+    return WindowedLinearization(derivative, derivative.sources[0])
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Qwen3"])
 def test_causal_models_are_narrowed(name: str, kernel: str, batch: int) -> None:
     """Each target's tangents are those of the whole, at about half of the work."""
-    found, x = windowed(name, batch, kernel)
+    found = windowed(name, batch, kernel)
     assert found.causal
     assert found.flops(found.whole.targets[-1]) < 0.6 * found.whole.flops(found.whole.targets[-1])
     for tokens in (range(1), range(3, 5), range(8, 9)):
-        tangents = torch.randn(3, batch, len(tokens), 32, dtype=torch.float64)
+        tangents = torch.randn(3, batch, len(tokens), WIDTH, dtype=torch.float64)
         full = Window(tokens.start, tokens.stop, 9).widen(tangents, ROWS)
         with torch.no_grad():
             expected = dict(found.whole.push({found.source: full}))
             pushed = dict(found.push(tangents, tokens))
         for target, value in expected.items():
             torch.testing.assert_close(pushed[target], value, rtol=1e-10, atol=1e-12)
-    del x
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_causal_contributions_equal_autograd(name: str) -> None:
     """By the forward mode, against one backward pass for each component; zero above the diagonal."""
     model, heads, source = decoder(name)
-    ids = torch.randint(0, 50, (1, 5))
+    ids = torch.randint(5, 60, (1, 5))
     found = HiddenTokenAttribution(model, heads[1], source, num_heads=4).attribute(
         ids, attribute_to_neuron_input=True, mode="forward"
     )
@@ -80,7 +68,7 @@ def test_causal_contributions_equal_autograd(name: str) -> None:
     heads[1].register_forward_pre_hook(lambda module, args: seen.append(probe(args[0])))
     run, x = hooked(lambda: model(ids), source, probe)
     expected = shares(norms(jacobian(run, x, range(5)), 4, "frobenius"))
-    rtol = 1e-9 if name == "gpt2" else 1e-6  # Llama's norm computes in float32
+    rtol = 1e-9 if FAMILIES[name].exact else 1e-6
     torch.testing.assert_close(found[0], expected, rtol=rtol, atol=1e-14)
     assert not found.triu(1).any()
 
