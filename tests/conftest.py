@@ -82,7 +82,13 @@ def minilm64() -> TransformerLensModel:
     return load_model(dtype=torch.float64)
 
 
+@pytest.fixture(scope="module")
+def model() -> TransformerLensModel:
+    """A tiny random BERT through TransformerLens, in float64, shared by tests that do not change it."""
+    return load_model(tiny_bert(), tokenizer=WordTokenizer())
+
+
 @pytest.fixture
 def bert() -> TransformerLensModel:
-    """A tiny random BERT through TransformerLens, in float64."""
+    """The same, for one test alone."""
     return load_model(tiny_bert(), tokenizer=WordTokenizer())

@@ -33,12 +33,6 @@ LENGTHS = [9, 8, 8, 3, 9]
 
 
 @pytest.fixture(scope="module")
-def tiny() -> TransformerLensModel:
-    """A tiny random BERT of 2 layers."""
-    return load_model(tiny_bert(), tokenizer=WordTokenizer())
-
-
-@pytest.fixture(scope="module")
 def plain_deep() -> Module:
     """A tiny random BERT of 3 layers and uneven LayerNorms, as transformers has it."""
     config = tiny_bert().config
@@ -94,9 +88,9 @@ def test_rows_sum_to_one_and_padding_is_nan(
             assert torch.equal(values.isnan(), expected)
 
 
-def test_tokens(tiny: TransformerLensModel) -> None:
+def test_tokens(model: TransformerLensModel) -> None:
     """Tokens are the tokenizer's labels, special ones too."""
-    result = contributions(tiny, ["aa bb", PAIR])
+    result = contributions(model, ["aa bb", PAIR])
     assert result.tokens[0] == ["t1", f"t{4 + 2 * 97 % 60}", f"t{4 + 2 * 98 % 60}", "t2"]
     assert result.tokens[1].count("t2") == 2
 
@@ -152,10 +146,10 @@ def test_a_batch_equals_its_single_rows(
             assert among.standard_error.allclose(alone.standard_error, rtol=0, atol=1e-10)
 
 
-def test_order_of_texts(tiny: TransformerLensModel) -> None:
+def test_order_of_texts(model: TransformerLensModel) -> None:
     """Results come in the order of the texts, though batches go by length."""
-    forwards = contributions(tiny, TEXTS).values
-    assert forwards.allclose(contributions(tiny, TEXTS[::-1]).values.flip(0), equal_nan=True)
+    forwards = contributions(model, TEXTS).values
+    assert forwards.allclose(contributions(model, TEXTS[::-1]).values.flip(0), equal_nan=True)
 
 
 def test_real_batch_with_probes(minilm: TransformerLensModel) -> None:
@@ -169,13 +163,13 @@ def test_real_batch_with_probes(minilm: TransformerLensModel) -> None:
 # --- texts ---------------------------------------------------------------------------------------
 
 
-def test_pairs_use_segments(tiny: TransformerLensModel) -> None:
+def test_pairs_use_segments(model: TransformerLensModel) -> None:
     """A pair and the same tokens of one segment have different contributions."""
-    encoding = tiny.encode(PAIR)
+    encoding = model.encode(PAIR)
     assert encoding.segments == [0] * 5 + [1] * 3
-    flat = tiny.batch([Encoding(encoding.ids, [0] * 8, encoding.tokens)])
-    attention = contributions(tiny, [PAIR]).attention[0, 0]
-    assert not attention.allclose(tiny.attention(flat)[0].pattern[0], atol=1e-3)
+    flat = model.batch([Encoding(encoding.ids, [0] * 8, encoding.tokens)])
+    attention = contributions(model, [PAIR]).attention[0, 0]
+    assert not attention.allclose(model.attention(flat)[0].pattern[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -310,9 +304,9 @@ def test_all_probes_are_exact(deep: TransformerLensModel) -> None:
     )
 
 
-def test_one_probe_has_an_infinite_error(tiny: TransformerLensModel) -> None:
+def test_one_probe_has_an_infinite_error(model: TransformerLensModel) -> None:
     """The error of a single probe is unknown, so infinite, while NaN says padding."""
-    result = contributions(tiny, TEXTS, n_probes=1)
+    result = contributions(model, TEXTS, n_probes=1)
     real = real_tokens(result)[:, None, None].expand_as(result.values)
     assert result.standard_error[real].isposinf().all()
 
@@ -326,14 +320,14 @@ def test_seeds(deep: TransformerLensModel, options: dict) -> None:
     assert not first.allclose(other, equal_nan=True)
 
 
-def test_global_random_state_is_kept(tiny: TransformerLensModel) -> None:
+def test_global_random_state_is_kept(model: TransformerLensModel) -> None:
     """Probes neither read nor move the global random state."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    first = contributions(tiny, [PAIR], n_probes=3).values
+    first = contributions(model, [PAIR], n_probes=3).values
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(1)
-    assert torch.equal(contributions(tiny, [PAIR], n_probes=3).values, first)
+    assert torch.equal(contributions(model, [PAIR], n_probes=3).values, first)
 
 
 @pytest.mark.parametrize("start", [None, 4])
@@ -352,37 +346,37 @@ def test_tiny_tolerance_is_met_by_all_probes(deep: TransformerLensModel, target:
     assert not result.standard_error.nan_to_num(0).any()
 
 
-def test_closed_form_needs_no_probes(tiny: TransformerLensModel) -> None:
+def test_closed_form_needs_no_probes(model: TransformerLensModel) -> None:
     """Where the closed form holds, it takes the place of an estimate, and is exact."""
-    result = contributions(tiny, TEXTS, source="previous_layer", n_probes=2)
+    result = contributions(model, TEXTS, source="previous_layer", n_probes=2)
     assert result.standard_error is None
     assert {plan.mode for plan in result.plans} == {"closed form"}
 
 
-def test_estimated_previous_layer(tiny: TransformerLensModel) -> None:
+def test_estimated_previous_layer(model: TransformerLensModel) -> None:
     """Probes of the previous layer can be forced; they agree with the closed form."""
     options = {"source": "previous_layer", "layers": [0, 1]}
-    found = contributions(tiny, [PAIR], n_probes=6, mode="probes", **options)
-    expected = contributions(tiny, [PAIR], **options).values
+    found = contributions(model, [PAIR], n_probes=6, mode="probes", **options)
+    expected = contributions(model, [PAIR], **options).values
     assert ((found.values - expected).abs() <= 8 * found.standard_error).float().mean() > 0.95
 
 
-def test_plans(tiny: TransformerLensModel) -> None:
+def test_plans(model: TransformerLensModel) -> None:
     """Each batch, and for the previous layer of hidden embeddings each source, has its plan."""
-    modes = [plan.mode for plan in contributions(tiny, TEXTS, n_probes=2).plans]
+    modes = [plan.mode for plan in contributions(model, TEXTS, n_probes=2).plans]
     assert modes == ["probes"] * len(list(batches(LENGTHS)))
-    layers = contributions(tiny, [PAIR], source="previous_layer", target="layer")
+    layers = contributions(model, [PAIR], source="previous_layer", target="layer")
     assert [plan.mode for plan in layers.plans] == ["forward", "forward"]
 
 
 # --- behaviour -----------------------------------------------------------------------------------
 
 
-def test_show_progress(tiny: TransformerLensModel, capsys: pytest.CaptureFixture) -> None:
+def test_show_progress(model: TransformerLensModel, capsys: pytest.CaptureFixture) -> None:
     """A progress bar, on the error stream, if it is asked for."""
-    contributions(tiny, TEXTS)
+    contributions(model, TEXTS)
     assert capsys.readouterr() == ("", "")
-    contributions(tiny, TEXTS, show_progress=True)
+    contributions(model, TEXTS, show_progress=True)
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "Contributions" in shown.err
@@ -391,20 +385,20 @@ def test_show_progress(tiny: TransformerLensModel, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=str)
 @pytest.mark.parametrize("mode", ["forward", "reverse", "closed form"])
-def test_under_no_grad(tiny: TransformerLensModel, context: type, mode: str) -> None:
+def test_under_no_grad(model: TransformerLensModel, context: type, mode: str) -> None:
     """Contributions are the same where gradients are off, and are ordinary tensors."""
     options = {"source": "previous_layer", "mode": mode}
     with context():
-        found = contributions(tiny, [PAIR], **options).values
-    assert torch.equal(found, contributions(tiny, [PAIR], **options).values)
+        found = contributions(model, [PAIR], **options).values
+    assert torch.equal(found, contributions(model, [PAIR], **options).values)
     assert not found.requires_grad
 
 
-def test_precision_is_restored(tiny: TransformerLensModel) -> None:
+def test_precision_is_restored(model: TransformerLensModel) -> None:
     """A lower precision of float32 products holds for the call alone."""
     before = torch.get_float32_matmul_precision()
     for source in SOURCES:
-        contributions(tiny, [PAIR], source=source, precision="medium")
+        contributions(model, [PAIR], source=source, precision="medium")
         assert torch.get_float32_matmul_precision() == before
 
 
@@ -451,10 +445,10 @@ BAD_OPTIONS: list[tuple[dict, str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_OPTIONS, ids=str)
-def test_bad_options(tiny: TransformerLensModel, options: dict, words: str) -> None:
+def test_bad_options(model: TransformerLensModel, options: dict, words: str) -> None:
     """An argument out of its range is an error that names it and what is valid."""
     with pytest.raises((ValueError, TypeError), match=words):
-        contributions(tiny, "a b", **options)
+        contributions(model, "a b", **options)
 
 
 def test_the_plan_of_a_tolerance_is_what_was_done(minilm: TransformerLensModel) -> None:
@@ -469,10 +463,10 @@ def test_the_plan_of_a_tolerance_is_what_was_done(minilm: TransformerLensModel) 
 
 
 @pytest.mark.parametrize("options", [{"source": True}, {"layers": [True]}, {"seed": "x"}], ids=str)
-def test_arguments_of_a_wrong_type(tiny: TransformerLensModel, options: dict) -> None:
+def test_arguments_of_a_wrong_type(model: TransformerLensModel, options: dict) -> None:
     """A truth value is no number, and a word no seed."""
     with pytest.raises(TypeError):
-        contributions(tiny, "a b", **options)
+        contributions(model, "a b", **options)
 
 
 WRONG_TYPES: list[tuple[dict, str]] = [
@@ -502,17 +496,17 @@ WRONG_VALUES: list[tuple[dict, str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), WRONG_TYPES, ids=str)
-def test_wrong_types(tiny: TransformerLensModel, options: dict, words: str) -> None:
+def test_wrong_types(model: TransformerLensModel, options: dict, words: str) -> None:
     """The error names the argument, what it may be and what it is."""
     with pytest.raises(TypeError, match=words):
-        contributions(tiny, "a b", **options)
+        contributions(model, "a b", **options)
 
 
 @pytest.mark.parametrize(("options", "words"), WRONG_VALUES, ids=str)
-def test_wrong_values(tiny: TransformerLensModel, options: dict, words: str) -> None:
+def test_wrong_values(model: TransformerLensModel, options: dict, words: str) -> None:
     """The error names the argument and the remedy."""
     with pytest.raises(ValueError, match=words):
-        contributions(tiny, "a b", **options)
+        contributions(model, "a b", **options)
 
 
 @pytest.mark.parametrize(
@@ -530,9 +524,9 @@ def test_wrong_values(tiny: TransformerLensModel, options: dict, words: str) -> 
     ],
     ids=str,
 )
-def test_numbers_of_other_libraries(tiny: TransformerLensModel, options: dict, plain: dict) -> None:
+def test_numbers_of_other_libraries(model: TransformerLensModel, options: dict, plain: dict) -> None:
     """Give what Python's give, random numbers too."""
-    found, expected = contributions(tiny, "a b", **options), contributions(tiny, "a b", **plain)
+    found, expected = contributions(model, "a b", **options), contributions(model, "a b", **plain)
     assert found.layers == expected.layers
     assert torch.equal(found.values, expected.values)
 
@@ -566,16 +560,16 @@ def test_default_device(adapter: str, options: dict) -> None:
 # --- several questions about the same texts --------------------------------------------------------
 
 
-def test_directions_that_print_alike_are_kept_apart(tiny: TransformerLensModel) -> None:
+def test_directions_that_print_alike_are_kept_apart(model: TransformerLensModel) -> None:
     """PyTorch prints the first and last numbers of a long tensor alone; what lies between them counts."""
     directions = torch.ones(2, 2, 2, 4, dtype=torch.float64)
     directions[1, ..., 1] = -2
     with printing_only_the_edges():
         assert repr(directions[0]) == repr(directions[1])
         asked = {name: {"direction": direction} for name, direction in zip("ab", directions, strict=True)}
-        found = jointly(tiny, [tiny.encode(PAIR)], asked)
+        found = jointly(model, [model.encode(PAIR)], asked)
     for name, direction in zip("ab", directions, strict=True):
-        expected = contributions(tiny, [PAIR], direction=direction)
+        expected = contributions(model, [PAIR], direction=direction)
         torch.testing.assert_close(found[name].values, expected.values, equal_nan=True)
     assert not found["a"].values.allclose(found["b"].values, equal_nan=True)
 
@@ -591,7 +585,7 @@ def printing_only_the_edges() -> Iterator[None]:
         torch.set_printoptions(threshold=before.threshold, edgeitems=before.edgeitems)
 
 
-def test_targets_share_a_sweep(tiny: TransformerLensModel) -> None:
+def test_targets_share_a_sweep(model: TransformerLensModel) -> None:
     """Questions that differ in their target alone are answered together; each part of the work has a name."""
     names: list[str] = []
 
@@ -601,10 +595,10 @@ def test_targets_share_a_sweep(tiny: TransformerLensModel) -> None:
         yield
 
     asked = {"heads": {}, "hidden": {"target": "layer"}, "own": {"source": "previous_layer"}}
-    found = jointly(tiny, [tiny.encode(PAIR)], asked, timed=timed)
+    found = jointly(model, [model.encode(PAIR)], asked, timed=timed)
     assert names == ["attention", "heads and hidden", "own"]
     for name, options in asked.items():
-        expected = contributions(tiny, [PAIR], **options).values
+        expected = contributions(model, [PAIR], **options).values
         torch.testing.assert_close(found[name].values, expected, equal_nan=True)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import WordTokenizer, tiny_bert
 
-from captum_hta import Contributions, contributions, load_model
+from captum_hta import Contributions, contributions
 from captum_hta.integrations import TransformerLensModel
 
 SOURCES = ("input", "previous_layer")
@@ -21,12 +20,6 @@ SENTENCES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tiny() -> TransformerLensModel:
-    """A tiny random BERT of 2 layers."""
-    return load_model(tiny_bert(), tokenizer=WordTokenizer())
-
-
 def rows_sum_to_one(result: Contributions) -> bool:
     return all(
         torch.allclose(result.example(row).values.sum(-1), torch.ones((), dtype=result.values.dtype))
@@ -35,9 +28,9 @@ def rows_sum_to_one(result: Contributions) -> bool:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_axes_of_heads(tiny: TransformerLensModel, source: str) -> None:
+def test_axes_of_heads(model: TransformerLensModel, source: str) -> None:
     """Values and attention are batch, layer, head, query, key; exact values have no error."""
-    result = contributions(tiny, TEXTS, source=source)
+    result = contributions(model, TEXTS, source=source)
     assert result.values.shape == result.attention.shape == (5, 2, 2, 9, 9)
     assert result.standard_error is None
     assert result.layers == [0, 1]
@@ -46,17 +39,17 @@ def test_axes_of_heads(tiny: TransformerLensModel, source: str) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_axes_of_layers(tiny: TransformerLensModel, source: str) -> None:
+def test_axes_of_layers(model: TransformerLensModel, source: str) -> None:
     """With the target "layer" values and errors have no head axis; attention has."""
-    result = contributions(tiny, TEXTS, source=source, target="layer", n_probes=4)
+    result = contributions(model, TEXTS, source=source, target="layer", n_probes=4)
     assert result.values.shape == result.standard_error.shape == (5, 2, 9, 9)
     assert result.attention.shape == (5, 2, 2, 9, 9)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_example_is_trimmed(tiny: TransformerLensModel, target: str) -> None:
+def test_example_is_trimmed(model: TransformerLensModel, target: str) -> None:
     """One text of several: its own tokens, and no padding."""
-    result = contributions(tiny, TEXTS, target=target, n_probes=4)
+    result = contributions(model, TEXTS, target=target, n_probes=4)
     for row, length in enumerate(LENGTHS):
         one = result.example(row)
         assert one.tokens == [result.tokens[row]]
@@ -70,28 +63,28 @@ def test_example_is_trimmed(tiny: TransformerLensModel, target: str) -> None:
             assert torch.equal(part[0], whole[row, ..., :length, :length])
 
 
-def test_example_of_exact_values_has_no_error(tiny: TransformerLensModel) -> None:
+def test_example_of_exact_values_has_no_error(model: TransformerLensModel) -> None:
     """What is exact stays exact."""
-    assert contributions(tiny, TEXTS).example(3).standard_error is None
+    assert contributions(model, TEXTS).example(3).standard_error is None
 
 
-def test_results_can_be_changed(tiny: TransformerLensModel) -> None:
+def test_results_can_be_changed(model: TransformerLensModel) -> None:
     """No result is an inference tensor or needs gradients."""
     for source in SOURCES:
-        result = contributions(tiny, [PAIR], source=source, n_probes=2)
+        result = contributions(model, [PAIR], source=source, n_probes=2)
         for tensor in (result.values, result.attention):
             assert not tensor.is_inference()
             assert not tensor.requires_grad
             assert tensor.device.type == "cpu"
 
 
-def test_repr_is_short(tiny: TransformerLensModel) -> None:
+def test_repr_is_short(model: TransformerLensModel) -> None:
     """It tells what is there, not all numbers."""
     assert (
-        repr(contributions(tiny, ["a", "b c"]))
+        repr(contributions(model, ["a", "b c"]))
         == "Contributions(source='input', target='head', exact, texts=2, layers=[0, 1], [2, 2, 2, 4, 4])"
     )
-    assert repr(tiny).startswith("TransformerLensModel(")
+    assert repr(model).startswith("TransformerLensModel(")
 
 
 # --- words ---------------------------------------------------------------------------------------
@@ -169,15 +162,15 @@ def test_intervals_hold_the_exact_values(minilm: TransformerLensModel, options: 
         assert 0.93 <= torch.stack(held).mean() <= 0.97
 
 
-def test_intervals_of_other_results(tiny: TransformerLensModel) -> None:
+def test_intervals_of_other_results(model: TransformerLensModel) -> None:
     """Exact values are their own intervals; one probe says nothing; padding is NaN; words have intervals."""
-    result = contributions(tiny, TEXTS)
+    result = contributions(model, TEXTS)
     low, high = result.interval()
     assert low.allclose(result.values, equal_nan=True)
     assert high.allclose(result.values, equal_nan=True)
-    one = contributions(tiny, "a b c", n_probes=1).interval()
+    one = contributions(model, "a b c", n_probes=1).interval()
     assert [side.unique().tolist() for side in one] == [[0.0], [1.0]]
-    few = contributions(tiny, TEXTS, n_probes=4)
+    few = contributions(model, TEXTS, n_probes=4)
     assert few.probes == [4] * 5
     low, high = few.interval(0.5)
     assert torch.equal(low.isnan(), few.values.isnan())
@@ -189,16 +182,16 @@ def test_intervals_of_other_results(tiny: TransformerLensModel) -> None:
     assert few.example(1).interval(0.5)[0].equal(low[1:2, ..., :8, :8])
 
 
-def test_probes_of_a_tolerance(tiny: TransformerLensModel) -> None:
+def test_probes_of_a_tolerance(model: TransformerLensModel) -> None:
     """The number that it took in the end is kept, and all probes are exact."""
-    result = contributions(tiny, "a b c", tolerance=1e-12)
+    result = contributions(model, "a b c", tolerance=1e-12)
     assert result.probes == [8]
     low, high = result.interval()
     torch.testing.assert_close(low, high)
 
 
 @pytest.mark.parametrize("level", [0, 1, 95, -0.5])
-def test_level_of_intervals(tiny: TransformerLensModel, level: float) -> None:
+def test_level_of_intervals(model: TransformerLensModel, level: float) -> None:
     """A level is a share."""
     with pytest.raises(ValueError, match="level must be between 0 and 1"):
-        contributions(tiny, "a b").interval(level)
+        contributions(model, "a b").interval(level)

@@ -6,24 +6,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import WordTokenizer, tiny_bert
 from transformers import BatchEncoding
 
-from captum_hta import contributions, load_model
+from captum_hta import contributions
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.encoding import Encoding
 
 
-@pytest.fixture(scope="module")
-def tiny() -> TransformerLensModel:
-    """A tiny random BERT of 2 layers."""
-    return load_model(tiny_bert(), tokenizer=WordTokenizer())
-
-
 @pytest.mark.parametrize("text", ["a b", ["a b"], ("a b",)])
-def test_one_text(tiny: TransformerLensModel, text: object) -> None:
+def test_one_text(model: TransformerLensModel, text: object) -> None:
     """A single string is a list of one; a list may be a tuple."""
-    assert contributions(tiny, text).values.shape == (1, 2, 2, 4, 4)
+    assert contributions(model, text).values.shape == (1, 2, 2, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -31,30 +24,30 @@ def test_one_text(tiny: TransformerLensModel, text: object) -> None:
     [pd.Series(["a b", "c"]), np.array(["a b", "c"]), (text for text in ("a b", "c"))],
     ids=["series", "array", "generator"],
 )
-def test_iterables_of_texts(tiny: TransformerLensModel, texts: object) -> None:
+def test_iterables_of_texts(model: TransformerLensModel, texts: object) -> None:
     """A column of a table, an array and a generator give their texts in order."""
-    assert contributions(tiny, texts).tokens == contributions(tiny, ["a b", "c"]).tokens
+    assert contributions(model, texts).tokens == contributions(model, ["a b", "c"]).tokens
 
 
-def test_a_giant_text_is_not_tokenised(tiny: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_giant_text_is_not_tokenised(model: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its characters are counted first, also where it may be cut."""
-    monkeypatch.setattr(type(tiny), "encode", lambda *args: pytest.fail("tokenised"))
+    monkeypatch.setattr(type(model), "encode", lambda *args: pytest.fail("tokenised"))
     for truncation in (False, True):
         with pytest.raises(ValueError, match=r"text 0 has 3000 characters.*at most 40 tokens.*cut"):
-            contributions(tiny, "w " * 1500, truncation=truncation)
+            contributions(model, "w " * 1500, truncation=truncation)
 
 
 @pytest.mark.parametrize("pair", [("a b", "c"), ["a b", "c"]])
-def test_pair_as_tuple_or_list(tiny: TransformerLensModel, pair: object) -> None:
+def test_pair_as_tuple_or_list(model: TransformerLensModel, pair: object) -> None:
     """A pair is a tuple or, as it comes from JSON, a list."""
-    expected = contributions(tiny, [("a b", "c")]).values
-    assert torch.equal(contributions(tiny, [pair]).values, expected)
+    expected = contributions(model, [("a b", "c")]).values
+    assert torch.equal(contributions(model, [pair]).values, expected)
 
 
 @pytest.mark.parametrize("words", [38, 36])
-def test_longest_text(tiny: TransformerLensModel, words: int) -> None:
+def test_longest_text(model: TransformerLensModel, words: int) -> None:
     """A text as long as the model reads is no error."""
-    assert contributions(tiny, "w " * words, n_probes=2).values.shape[-1] == words + 2
+    assert contributions(model, "w " * words, n_probes=2).values.shape[-1] == words + 2
 
 
 def test_long_text(minilm) -> None:
@@ -100,19 +93,19 @@ BAD_TEXTS: list[tuple[object, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("texts", "error", "words"), BAD_TEXTS)
 def test_bad_texts(
-    tiny: TransformerLensModel,
+    model: TransformerLensModel,
     texts: object,
     error: type[Exception],
     words: str,
 ) -> None:
     """No text, wrong types and texts that are too long: the error names which and the limit."""
     with pytest.raises(error, match=words):
-        contributions(tiny, texts)
+        contributions(model, texts)
 
 
-def test_text_without_token(tiny: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_token(model: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer without special tokens makes nothing of an empty text, which is an error."""
-    right = tiny.encode
-    monkeypatch.setattr(tiny, "encode", lambda text: right(text) if text else Encoding([], [], []))
+    right = model.encode
+    monkeypatch.setattr(model, "encode", lambda text: right(text) if text else Encoding([], [], []))
     with pytest.raises(ValueError, match="text 1 has no token"):
-        contributions(tiny, ["a", ""])
+        contributions(model, ["a", ""])

@@ -261,9 +261,8 @@ def test_integrated_gradients_are_complete() -> None:
     assert found[:-1].isnan().all()
 
 
-def test_logits_of_encoders() -> None:
+def test_logits_of_encoders(model: TransformerLensModel) -> None:
     """A masked language model has logits through its head, a classifier has classes, a bare model none."""
-    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
     found = baselines.GradientTimesAttention(model, position=1, token=9).attribute("a b")
     pattern = baselines.AttentionWeights(model).attribute("a b")
     assert found.shape == pattern.shape
@@ -310,9 +309,8 @@ def test_scopes_equal_a_dense_reference(scope: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_scopes_of_encoders() -> None:
+def test_scopes_of_encoders(model: TransformerLensModel) -> None:
     """The temperature scope needs no logits; the others say so."""
-    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
     assert baselines.JacobianScope(model, "temperature").attribute("a b").shape == (1, 4, 4)
     with pytest.raises(ValueError, match="is an encoder"):
         baselines.JacobianScope(model, "semantic").attribute("a b")

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers as hf
-from conftest import WordTokenizer, tiny_bert
+from conftest import WordTokenizer
 from families import ENCODER, GROUPED, tiny, tiny_with_head
 from scipy import stats
 from scipy.spatial import distance
@@ -118,9 +118,8 @@ def test_a_corpus_equals_its_texts_together() -> None:
     assert summary.loc["ALTI", "spearman"] == pytest.approx(matrix.loc[names[0], "ALTI"])
 
 
-def test_methods_that_a_model_does_not_allow() -> None:
+def test_methods_that_a_model_does_not_allow(model: TransformerLensModel) -> None:
     """They are named with the reason."""
-    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
     _, refused = methods_for(model, "a b", n_probes=4)
     assert refused["semantic scope"].endswith("use a decoder")
     deberta = load_model(tiny("DeBERTa v2"), tokenizer=WordTokenizer(60))

@@ -10,6 +10,7 @@ from reference import hooked, jacobian, shares
 from torch import Tensor, nn
 
 from captum_hta import HiddenTokenAttribution, contributions, load_model, logit_direction
+from captum_hta.integrations import TransformerLensModel
 from captum_hta.jacobian.target_directions import through_frozen_norm
 
 TOKENS, HEADS, D_HEAD = 5, 2, 4
@@ -89,9 +90,8 @@ def test_without_a_head_axis_and_for_several_layers() -> None:
     )
 
 
-def test_all_unit_vectors_make_the_whole() -> None:
+def test_all_unit_vectors_make_the_whole(model: TransformerLensModel) -> None:
     """Energies of an orthonormal basis add up to those of the Frobenius norm."""
-    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
     run, x = hooked(
         lambda: model.forward(*model.batch([model.encode("a b")]).inputs), model.source(0), model.target(1)
     )
@@ -101,9 +101,8 @@ def test_all_unit_vectors_make_the_whole() -> None:
         torch.testing.assert_close(found.values[0, 1], shares(blocks[..., component, :].norm(dim=-1)))
 
 
-def test_layers_of_contributions() -> None:
+def test_layers_of_contributions(model: TransformerLensModel) -> None:
     """A direction of every layer is taken by its layer; of hidden embeddings it is as wide as they are."""
-    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
     direction = torch.randn(2, 2, 4).double()
     both = contributions(model, ["a b c", "d"], direction=direction)
     assert {plan.mode for plan in both.plans} == {"reverse"}
@@ -127,9 +126,8 @@ def test_layers_of_contributions() -> None:
         ({"direction": torch.ones(4), "mode": "forward"}, "leave out mode"),
     ],
 )
-def test_errors(options: dict[str, object], message: str) -> None:
+def test_errors(options: dict[str, object], message: str, model: TransformerLensModel) -> None:
     """What does not fit, and what is not needed."""
-    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
     with pytest.raises(ValueError, match=message):
         contributions(model, "a b", **options)
 

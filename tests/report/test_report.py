@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser import BROWSER, PHONE, SCREEN, visit
-from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
+from conftest import TransformerLensModel
 
 from captum_hta.report import files as report_files
 from captum_hta.report import one_study as report
@@ -55,12 +55,6 @@ FILES = {
     "report.html",
     MANIFEST,
 }
-
-
-@pytest.fixture(scope="module")
-def model() -> TransformerLensModel:
-    """The fixture ``bert``, once for all tests that do not change it."""
-    return load_model(tiny_bert(), tokenizer=WordTokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from conftest import WordTokenizer, tiny_bert
 from families import tiny
 from tokenizing import byte_level
 
-from captum_hta import load_model
 from captum_hta.cli import main
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.study import run as study
@@ -30,11 +28,6 @@ from captum_hta.study.settings import StudySettings
 
 TEXTS = [" ".join(f"w{n}" for n in range(number, number + 2 + number % 5)) for number in range(20)]
 SETTINGS = StudySettings(n_probes=2)
-
-
-@pytest.fixture(scope="module")
-def model() -> TransformerLensModel:
-    return load_model(tiny_bert(), tokenizer=WordTokenizer())
 
 
 @pytest.fixture(autouse=True)

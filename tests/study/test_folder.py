@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
+from conftest import TransformerLensModel, WordTokenizer
 from families import tiny
 
 from captum_hta import contributions, open_study
@@ -23,12 +23,6 @@ from captum_hta.study.settings import StudySettings
 
 TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 SETTINGS = StudySettings(n_probes=None)
-
-
-@pytest.fixture(scope="module")
-def model() -> TransformerLensModel:
-    """The fixture ``bert``, once for all tests."""
-    return load_model(tiny_bert(), tokenizer=WordTokenizer())
 
 
 @pytest.fixture(scope="module")

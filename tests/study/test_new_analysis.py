@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import WordTokenizer, tiny_bert
 
-from captum_hta import contributions, load_model, open_study
+from captum_hta import contributions, open_study
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.report import one_study
 from captum_hta.report.page import Section, Table
@@ -73,11 +72,6 @@ def first_token(found: Study) -> Section:
     table = found[FirstToken].tables()["first_token"]
     names = {"layer": "layer", "head": "head", "share": "share of the first token"}
     return Section("First token", "How much it contributes.", tables=[Table.of(table, "Shares", "", names)])
-
-
-@pytest.fixture(scope="module")
-def model() -> TransformerLensModel:
-    return load_model(tiny_bert(), tokenizer=WordTokenizer())
 
 
 def test_an_analysis_is_a_class_and_a_section(

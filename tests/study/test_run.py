@@ -37,12 +37,6 @@ QUANTITIES = {"attention": "attention", "input": "values"}
 
 
 @pytest.fixture(scope="module")
-def model() -> TransformerLensModel:
-    """The fixture ``bert``, once for all tests that do not change it."""
-    return load_model(tiny_bert(), tokenizer=WordTokenizer())
-
-
-@pytest.fixture(scope="module")
 def study(model: TransformerLensModel) -> Study:
     """An exact study of five texts of different lengths."""
     return run(model, TEXTS, EXACT)
