@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# On tensors as small as most of these, a second thread costs far more than it gives, above all on a busy
+# On tensors as small as most of these, a second thread costs far more than it saves, above all on a busy
 # machine. PyTorch reads this when it is imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, by their configurations: the case table of the adapters' tests."""
+"""Tiny random models of every family: the case table of many tests."""
 
 from __future__ import annotations
 
@@ -274,14 +274,14 @@ def tiny(name: str) -> Module:
     """The model of a family, in float64 and eval mode."""
     torch.manual_seed(0)
     model = (FAMILIES | IMAGES | PAIRS)[name].make().double().eval()
-    with torch.no_grad():  # not at zero biases and unit norms
+    with torch.no_grad():  # so that biases are not 0 and norms not 1
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
 def tiny_with_head(name: str) -> Module:
-    """The same with the head that TransformerLens needs, and other random weights."""
+    """The same family with the head that TransformerLens needs, and other random weights."""
     torch.manual_seed(0)
     config = FAMILIES[name].make().config
     return getattr(hf, FAMILIES[name].bridge)(config).double().eval()

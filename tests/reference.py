@@ -1,4 +1,4 @@
-"""The slow, obvious way to every number: plain autograd, one component at a time."""
+"""The slow, obvious reference for every number: plain autograd, one component at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shares(r: Tensor) -> Tensor:
 def hooked(
     forward: Callable[[], object], source: torch.nn.Module, target: torch.nn.Module
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """A function from the source module's output to the target's, and the source's value."""
+    """The target module's output as a function of the source module's, and the source's value."""
     seen: dict[str, Tensor] = {}
 
     def run(x: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""HiddenTokenAttribution as a Captum class: its forms, arguments, manners, errors and numbers."""
+"""HiddenTokenAttribution as a Captum class: forms of arguments and results, settings, errors and numbers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Apply(nn.Module):
 
 
 def tiny(attend: Callable[..., Tensor] = eager, cls: type = Model) -> Any:
-    """A random model in float64; equal weights whatever the argument."""
+    """A random model in float64, with the same weights whatever the argument."""
     torch.manual_seed(0)
     return cls(attend).double().eval()
 
@@ -113,7 +113,7 @@ def ids() -> Tensor:
 
 
 def value_of(layer: nn.Module, run: Callable[[Tensor], Any], x: Tensor) -> Tensor:
-    """What ``layer`` gives while ``run(x)`` runs, as ``[batch, position, width]``."""
+    """The output of ``layer`` while ``run(x)`` runs, as ``[batch, position, width]``."""
     kept: list[Tensor] = []
 
     def keep(module: Any, args: Any, out: Any) -> None:
@@ -135,7 +135,7 @@ def dense(
     norm: str = "frobenius",
     times_inputs: bool = False,
 ) -> Tensor:
-    """Contributions by a backward pass for every component of every example; dead rows are zero."""
+    """Contributions by a backward pass for every component of every example; rows without a path are zero."""
     rows = []
     for example in x.split(1):
         queries = range(value_of(layer, run, example).shape[1])
@@ -157,13 +157,13 @@ def hta(model: Any, layer: Any, **settings: Any) -> HiddenTokenAttribution:
 
 
 def same(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    """Equal to a relative tolerance, in value, shape, dtype and form."""
+    """Check that values are equal to a relative tolerance, in the same shape, dtype and form."""
     assert type(actual) is type(expected)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=1e-12)
 
 
 class Work(TorchDispatchMode):
-    """Counts the elements that all operators give."""
+    """Counts the elements that all operators return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Work(TorchDispatchMode):
 
 
 def work(run: Callable[..., Any], *args: Any, **options: Any) -> int:
-    """The elements that operators give while ``run`` runs."""
+    """The number of elements that operators return while ``run`` runs."""
     with Work() as counter:
         run(*args, **options)
     return counter.elements
@@ -198,7 +198,7 @@ FORMS = [
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("layer", "heads", "shape"), FORMS)
 def test_tensor_in_tensor_out(layer, heads, shape, mode):
-    """A tensor gives ``[batch, head, query, key]``; the head axis is there if heads are."""
+    """A tensor gives ``[batch, head, query, key]``, without the head axis if the target has no heads."""
     model, x = tiny(), data()
     result = hta(model, layer, num_heads=heads).attribute(x, mode=mode)
     count = shape[1] if len(shape) == 4 else None
@@ -245,7 +245,7 @@ def test_unused_input_has_no_share(mode):
     ],
 )
 def test_list_of_layers(layers, mode):
-    """A list gives a list, in its own order, of what the layers give one at a time."""
+    """A list gives a list, in its own order, with the results of single layers."""
     model = tiny()
     result = hta(model, layers).attribute(data(), mode=mode)
     same(result, [hta(model, layer).attribute(data(), mode=mode) for layer in layers])
@@ -253,7 +253,7 @@ def test_list_of_layers(layers, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_that_pass_one_tensor_on(mode):
-    """A container gives its last module's tensor, and a dropout in eval mode its input."""
+    """A container has its last module's output, and a dropout in eval mode its input."""
     last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()).double().eval()
     run = HiddenTokenAttribution(lambda x: last(x.cumsum(1)), [last[0], last[1], last])
     one = HiddenTokenAttribution(run.forward_func, last[0]).attribute(data())
@@ -271,13 +271,13 @@ def test_list_of_layers_and_tuple_of_inputs():
 
 
 def test_list_with_and_without_heads():
-    """Each layer of a list has the head axis that it has alone."""
+    """Each layer of a list has a head axis if it has one alone."""
     four, three = hta(tiny(), ["first.z", "second.out"]).attribute(data())
     assert (four.dim(), three.dim()) == (4, 3)
 
 
 def test_standard_error_has_the_form_of_the_result():
-    """Contributions and errors come as a pair of the same forms; exact ones have no error."""
+    """Contributions and errors are a pair of the same forms; exact ones have errors of zero."""
     values, errors = hta(tiny(), ["first.z", "second.z"]).attribute((data(),), return_standard_error=True)
     same(values, hta(tiny(), ["first.z", "second.z"]).attribute((data(),)))
     same(errors, [(torch.zeros_like(value),) for (value,) in values])
@@ -301,7 +301,7 @@ def test_source_layer_within_the_model(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_is_its_own_source(mode):
-    """A target that is the source holds each token alone."""
+    """If the target is the source, each token contributes to itself alone."""
     result = hta(tiny(), "first.out", source_layer="first.out").attribute(data(), mode=mode)
     same(result, torch.eye(TOKENS).double().expand(BATCH, -1, -1))
 
@@ -363,7 +363,7 @@ def test_neuron_selector(selector, rows, mode):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_selected_queries_are_less_work(norm):
-    """In the reverse mode one query of eight is a fraction of the work, and by default it is too."""
+    """In reverse mode one query of eight takes a fraction of the work, and by default as well."""
     method, x = hta(tiny(), "second.out", norm=norm), data(1, 8, WIDTH)
     whole = work(method.attribute, x, mode="reverse")
     assert work(method.attribute, x, mode="reverse", neuron_selector=5) < whole / 3
@@ -373,7 +373,7 @@ def test_selected_queries_are_less_work(norm):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("layer", "before"), [("second.out", "second.z"), ("second", "first")])
 def test_attribute_to_neuron_input(layer, before, mode):
-    """A module's input is the output of the module before."""
+    """The input of a module is the output of the module before it."""
     heads = HEADS if before == "second.z" else None
     method = hta(tiny(), layer, num_heads=heads)
     result = method.attribute(data(), attribute_to_neuron_input=True, mode=mode)
@@ -382,7 +382,7 @@ def test_attribute_to_neuron_input(layer, before, mode):
 
 
 def test_attribute_to_an_input_given_by_name():
-    """The input is found where the module is called with a keyword."""
+    """The input is also found where it is passed by keyword."""
     model = tiny()
     named = HiddenTokenAttribution(lambda x: model.second(x=model.first(x)), model.second)
     result = named.attribute(data(), attribute_to_neuron_input=True)
@@ -395,7 +395,7 @@ def test_attribute_to_an_input_given_by_name():
     [*((size, "frobenius") for size in (1, 2, 3, 7, 1000)), (2, "spectral"), (7, "spectral")],
 )
 def test_internal_batch_size(size, norm, mode):
-    """Parts of the batch, with their rows of further arguments, give what the whole gives."""
+    """Parts of the batch, with their rows of further arguments, give the result of the whole batch."""
     method = hta(tiny(), ["first.z", "second.z"], norm=norm)
     options = {"additional_forward_args": (GAIN, "sine"), "mode": mode}
     result = method.attribute(data(), internal_batch_size=size, **options)
@@ -403,7 +403,7 @@ def test_internal_batch_size(size, norm, mode):
 
 
 def test_internal_batch_size_with_token_ids():
-    """Token ids are split as embeddings are, and every part has its own probes."""
+    """Token ids are split like embeddings, and probes are the same in every part."""
     method = hta(tiny(), "second.z", source_layer="embed")
     for options in ({}, {"n_probes": 3}):
         whole = method.attribute(ids(), **options)
@@ -412,7 +412,7 @@ def test_internal_batch_size_with_token_ids():
 
 @pytest.mark.parametrize("options", [{"mode": "forward"}, {"mode": "reverse"}, {"n_probes": 3}])
 def test_show_progress(options, capsys):
-    """A bar goes to stderr and runs to its end, and the result stays."""
+    """A bar on stderr runs to its end, and the result is the same."""
     method = hta(tiny(), "second.z")
     silent = method.attribute(data(), **options)
     assert capsys.readouterr().err == ""
@@ -427,7 +427,7 @@ def test_show_progress(options, capsys):
 
 
 def test_is_a_captum_class():
-    """It can stand wherever Captum wants an attribution to a neuron by gradients."""
+    """It can be used wherever Captum takes a neuron attribution by gradients."""
     method = hta(tiny(), "second.z")
     assert isinstance(method, NeuronAttribution)
     assert isinstance(method, GradientAttribution)
@@ -436,12 +436,12 @@ def test_is_a_captum_class():
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_multiplies_by_inputs(flag):
-    """The property says what was asked for."""
+    """The property returns the argument."""
     assert hta(tiny(), "second.z", multiply_by_inputs=flag).multiplies_by_inputs is flag
 
 
 def test_no_convergence_delta():
-    """The error says why there is none and what to use."""
+    """The error says why there is none and what to use instead."""
     with pytest.raises(NotImplementedError, match=r"no convergence delta.*return_standard_error"):
         hta(tiny(), "second.z").compute_convergence_delta(data(), data())
 
@@ -468,7 +468,7 @@ def test_noise_tunnel_smoothgrad():
 
 @pytest.mark.parametrize("nt_type", ["smoothgrad_sq", "vargrad"])
 def test_noise_tunnel_other_types(nt_type):
-    """Other types of the tunnel keep the shape and give something."""
+    """Other types of the tunnel keep the shape and give positive numbers."""
     tunnel = NoiseTunnel(hta(tiny(), "second.z"))
     result = tunnel.attribute(data(), nt_type=nt_type, nt_samples=3, nt_samples_batch_size=2)
     assert result.shape == (BATCH, HEADS, TOKENS, TOKENS)
@@ -476,7 +476,7 @@ def test_noise_tunnel_other_types(nt_type):
 
 
 def test_sensitivity_max():
-    """Captum's metric works: one number an example, zero for an explanation that stays."""
+    """Captum's metric returns one number for each example, zero for a constant explanation."""
     method = hta(tiny(), "second.z")
     moved = sensitivity_max(method.attribute, data(), additional_forward_args=GAIN)
     kept = sensitivity_max(method.attribute, data(), perturb_func=lambda x: x)
@@ -507,7 +507,7 @@ def test_results_are_plain_values(mode):
     [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)],
 )
 def test_dtype_of_the_model(dtype, tolerance, norm, mode):
-    """A model in another dtype gives results in it, near those in float64."""
+    """Results have the dtype of the model and are close to those in float64."""
     exact = hta(tiny(), "second.z", norm=norm).attribute(data())
     result = hta(tiny().to(dtype), "second.z", norm=norm).attribute(data().to(dtype), mode=mode)
     assert result.dtype == dtype
@@ -521,7 +521,7 @@ def test_dtype_of_the_model(dtype, tolerance, norm, mode):
 
 
 def state(model: nn.Module, *tensors: Tensor) -> dict[str, Any]:
-    """All that an attribution must leave as it was."""
+    """Everything that an attribution must leave unchanged."""
     backends = torch.backends.cuda
     return {
         "hooks": {
@@ -549,7 +549,7 @@ def state(model: nn.Module, *tensors: Tensor) -> dict[str, Any]:
 
 
 def breaks(*args: Any) -> None:
-    """A forward hook that raises, after it has drawn a random number."""
+    """A forward hook that draws a random number and raises."""
     torch.rand(1)
     raise RuntimeError("broken model")
 
@@ -581,7 +581,7 @@ def settings(changed: bool) -> Iterator[None]:
 @pytest.mark.parametrize("broken", [None, "first.z", "second.norm"])
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_nothing_of_the_callers_changes(options, broken, changed):
-    """Hooks, flags, modes, settings, values and random states stay, also if the model raises."""
+    """Hooks, flags, modes, settings, values and random states are unchanged, also if the model raises."""
     model, x = tiny(functional.scaled_dot_product_attention), data().requires_grad_(changed)
     model.first.requires_grad_(False)
     model.second.train()
@@ -599,7 +599,7 @@ def test_nothing_of_the_callers_changes(options, broken, changed):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layer", ["embed", "second.z", "second.norm"])
 def test_nothing_changes_where_an_error_is_raised(layer, mode):
-    """Errors of the class leave everything as it was, too."""
+    """They are unchanged after errors of the class, too."""
     model, x = tiny(), data()
     method = hta(model, [layer, "second"], num_heads=3, source_layer="second")
     before = state(model, x)
@@ -611,7 +611,7 @@ def test_nothing_changes_where_an_error_is_raised(layer, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gradients", [torch.no_grad, torch.inference_mode])
 def test_gradient_modes(gradients, mode):
-    """The caller's gradient mode does not matter, nor that inputs were made in it."""
+    """The caller's gradient mode does not matter, nor the one that inputs were created in."""
     model = tiny()
     expected = hta(model, "second.z").attribute(data(), additional_forward_args=(GAIN, "sine"))
     with gradients():
@@ -624,7 +624,7 @@ def test_gradient_modes(gradients, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_inference_tensors_within_an_argument(mode):
-    """A further argument may hold tensors that were made in inference mode."""
+    """A further argument may contain tensors created in inference mode."""
     model = tiny()
     run = lambda x, options: model(x, options["gain"])  # noqa: E731
     with torch.inference_mode():
@@ -634,7 +634,7 @@ def test_inference_tensors_within_an_argument(mode):
 
 
 def test_cache_that_was_filled_in_inference_mode():
-    """A model that was run in inference mode may keep tensors of it."""
+    """A model that has run in inference mode may have kept tensors of it."""
     kept: dict[str, Tensor] = {}
     ramp = torch.arange(WIDTH).double()
     model = tiny(lambda h: h * kept.setdefault("ramp", ramp * 1), Mixed)
@@ -652,7 +652,7 @@ def test_cache_that_was_filled_in_inference_mode():
 @pytest.mark.parametrize("times_inputs", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_unreached_rows_are_zero(norm, times_inputs, mode):
-    """A query whose value no source changes has a row of zeros; the others sum to 1."""
+    """A query that no source reaches has a row of zeros; the others sum to 1."""
     model = tiny(lambda h: h * torch.tensor([1.0, 0.0, 1.0, 0.0]).double()[:, None], Mixed)
     method = hta(model, "act", norm=norm, num_heads=2, multiply_by_inputs=times_inputs)
     sums = method.attribute(data(), mode=mode).sum(-1)
@@ -661,7 +661,7 @@ def test_unreached_rows_are_zero(norm, times_inputs, mode):
 
 @pytest.mark.parametrize("options", [{"mode": "forward"}, {"mode": "reverse"}, {"n_probes": 3}])
 def test_unreached_target_is_zero(options):
-    """A target multiplied by zero gives zeros, and errors of zero, never NaN."""
+    """A target multiplied by zero has contributions and errors of zero, never NaN."""
     method = hta(tiny(lambda h: h * 0, Mixed), ["act", "last"])
     values, errors = method.attribute(data(), return_standard_error=True, **options)
     for tensor in (*values, *errors):
@@ -671,7 +671,7 @@ def test_unreached_target_is_zero(options):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_scale_of_a_target_does_not_matter(scale, mode):
-    """Shares are free of units: in float32 a tiny or huge target gives what it gives scaled."""
+    """In float32 a tiny or huge target has the same shares as the target itself."""
     method = hta(tiny(lambda h: h * scale, Mixed).float(), "act")
     result = method.attribute(data().float(), mode=mode)
     exact = hta(tiny(lambda h: h, Mixed), "act").attribute(data())
@@ -692,24 +692,24 @@ def attributed(
 
 
 def unreached(x: Tensor) -> Tensor:
-    """A target computed from nothing of the input."""
+    """A target that does not depend on the input."""
     return torch.ones_like(x)
 
 
 class Pair(nn.Module):
-    """Gives two tensors."""
+    """Returns two tensors."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x
 
 
 def in_train_mode(*modules: nn.Module) -> nn.Module:
-    """Modules behind a mixing of positions, in training mode and float64."""
+    """Modules after a mixing of positions, in training mode and float64."""
     return nn.Sequential(Apply(lambda x: x.cumsum(1)), *modules).double().train()
 
 
 def half_written(h: Tensor) -> Tensor:
-    """Writes to parts of a fresh tensor."""
+    """Writes to parts of a new tensor."""
     out = torch.zeros_like(h)
     out[..., :4] = h[..., :4].sin()
     out[..., 4:] = h[..., 4:]
@@ -916,13 +916,13 @@ DROPOUTS = {
 @pytest.mark.parametrize("mode", [None, "reverse"])
 @pytest.mark.parametrize(("model", "layer"), DROPOUTS.values(), ids=DROPOUTS)
 def test_active_dropout(model, layer, mode):
-    """A dropout that is active is refused, wherever it is and whatever else the model holds."""
+    """An active dropout is refused, wherever it is."""
     with pytest.raises(ValueError, match=r"dropout is active.*call model.eval\(\) first"):
         hta(model, layer).attribute(data(), mode=mode)
 
 
 def test_harmless_dropouts():
-    """A dropout of rate 0, or one behind the target, is no reason to refuse."""
+    """A dropout with rate 0 and one behind the target are accepted."""
     model = in_train_mode(nn.Dropout(0.0), linear(), nn.Dropout(0.5))
     same(hta(model, "2").attribute(data()), hta(model.eval(), "2").attribute(data()))
 
@@ -935,7 +935,7 @@ def test_harmless_dropouts():
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("layer", "heads"), [("first.z", 2), ("second", 4)])
 def test_norms(layer, heads, norm, times_inputs, mode):
-    """Every norm, in every mode, is that of the dense Jacobian."""
+    """In every mode, every norm equals that of the dense Jacobian."""
     model, x = tiny(), data()
     chosen = {"norm": norm, "num_heads": heads, "multiply_by_inputs": times_inputs}
     result = hta(model, layer, **chosen).attribute(x, mode=mode)
@@ -954,7 +954,7 @@ def test_neuron_gradient(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_keys_that_a_causal_model_hides(mode):
-    """In a causal model nothing comes from later tokens."""
+    """In causal models later tokens contribute nothing."""
     result = hta(tiny(lambda h: h.sin(), Mixed), "last").attribute(data(), mode=mode)
     assert (result.triu(1) == 0).all()
     assert (result.tril()[..., 0] > 0).all()
@@ -966,7 +966,7 @@ BASIC = data(BATCH, 5, 3, seed=3)
 
 
 def basic(layers: Any, inplace: bool, **options: Any) -> Any:
-    """Contributions in Captum's BasicModel_MultiLayer, behind a mixing of positions."""
+    """Contributions in Captum's BasicModel_MultiLayer, after a mixing of positions."""
     model = BasicModel_MultiLayer(inplace=inplace).double()
     run = lambda x: model(x.tanh().cumsum(1))  # noqa: E731
     source = options.pop("source", None)
@@ -982,7 +982,7 @@ def basic(layers: Any, inplace: bool, **options: Any) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layer", ["linear0", "linear1", "relu", "linear2"])
 def test_basic_model(layer, mode):
-    """Layers of BasicModel_MultiLayer give their dense reference, dead rows zero."""
+    """Layers of BasicModel_MultiLayer match their dense reference; rows without a path are zero."""
     model = BasicModel_MultiLayer().double()
     run = lambda x: model(x.tanh().cumsum(1))  # noqa: E731
     (result,) = basic([layer], False, mode=mode)
@@ -1003,13 +1003,13 @@ def test_basic_model(layer, mode):
     ],
 )
 def test_basic_model_in_place(layers, mode):
-    """A ReLU in place gives what any other gives, also for the layer whose output it writes to."""
+    """An in-place ReLU gives the same as any other, also for the layer whose output it overwrites."""
     same(basic(layers, True, mode=mode), basic(layers, False))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_basic_model_in_place_at_inputs(mode):
-    """The input of a ReLU in place is the value before it."""
+    """The input of an in-place ReLU is the value before it."""
     layers, options = ["relu", "linear2"], {"attribute_to_neuron_input": True}
     same(basic(layers, True, mode=mode, **options), basic(layers, False, **options))
 
@@ -1017,7 +1017,7 @@ def test_basic_model_in_place_at_inputs(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("times_inputs", [False, True])
 def test_basic_model_in_place_at_the_source(times_inputs, mode):
-    """The source may be what a ReLU in place writes to."""
+    """The source may be a tensor that an in-place ReLU overwrites."""
     options = {"source": "linear1", "times_inputs": times_inputs}
     same(basic(["linear2"], True, mode=mode, **options), basic(["linear2"], False, **options))
 
@@ -1025,7 +1025,7 @@ def test_basic_model_in_place_at_the_source(times_inputs, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("times_inputs", [False, True])
 def test_inputs_written_in_place(times_inputs, mode):
-    """A model that writes to its inputs does not change the caller's, nor the result."""
+    """A model that writes to its inputs changes neither the caller's tensors nor the result."""
     x, last = data(), linear().double()
     plain, writes = (
         HiddenTokenAttribution(
@@ -1038,7 +1038,7 @@ def test_inputs_written_in_place(times_inputs, mode):
 
 
 def test_basic_model_with_a_module_of_several_tensors():
-    """MultiRelu gives two tensors, which is refused; its parts give one each."""
+    """MultiRelu returns two tensors and is refused; its parts return one each."""
     model = BasicModel_MultiLayer(multi_input_module=True).double()
     with pytest.raises(ValueError, match=r"'multi_relu' holds 2 floating-point tensors.*choose"):
         hta(model, "multi_relu").attribute(BASIC)
@@ -1048,7 +1048,7 @@ def test_basic_model_with_a_module_of_several_tensors():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_basic_embedding_model(mode):
-    """Each output of BasicEmbeddingModel is of its own token, or of none behind a dead ReLU."""
+    """Each output of BasicEmbeddingModel depends on its own token, or on none after a dead ReLU."""
     torch.manual_seed(0)
     model = BasicEmbeddingModel(30, 6, 10).double()
     first, second = ids(), ids() + 5
@@ -1060,7 +1060,7 @@ def test_basic_embedding_model(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_basic_model_with_several_inputs(mode):
-    """Three inputs that are added, with a scale, have a third each."""
+    """Three inputs that are added with a scale contribute a third each."""
     model = BasicModel_MultiLayer_MultiInput().double()
     inputs = tuple(data(BATCH, 5, 3, seed=seed) for seed in range(3))
     result = hta(model, "model.linear1").attribute(inputs, additional_forward_args=4, mode=mode)
@@ -1079,13 +1079,13 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = MASK) -> Tensor:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention by a fused kernel that the model insists on."""
+    """Attention by a fused kernel that the model requires."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return functional.scaled_dot_product_attention(q, k, v)
 
 
 def sdpa(**options: Any) -> Callable[..., Tensor]:
-    """PyTorch's attention with these options."""
+    """PyTorch's attention with the given options."""
     return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, **options)
 
 
@@ -1105,13 +1105,13 @@ KERNELS = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("kernel", "plain"), KERNELS.values(), ids=KERNELS)
 def test_scaled_dot_product_attention(kernel, plain, mode):
-    """PyTorch's attention gives what elementary operators give, with nothing for users to set."""
+    """PyTorch's attention gives the same as elementary operators, without any setting by the user."""
     result = hta(tiny(kernel), ["first.z", "second"]).attribute(data(), mode=mode)
     same(result, hta(tiny(plain), ["first.z", "second"]).attribute(data()))
 
 
 def sees(rule: Callable[[Tensor, Tensor], Tensor], tokens: int = 8) -> Tensor:
-    """The mask ``[query, key]`` of a rule about their positions."""
+    """The mask ``[query, key]`` of a rule on their positions."""
     positions = torch.arange(tokens)
     return rule(positions[:, None], positions) & torch.ones(tokens, tokens, dtype=torch.bool)
 
@@ -1136,7 +1136,7 @@ MASKS = {
 )
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_masks(mask, size, options):
-    """Whatever a mask shows of earlier and later tokens, few tangents at a time find it, too."""
+    """Contributions follow the mask, also with few tangents at a time."""
     model, x = tiny(lambda q, k, v: masked(q, k, v, mask)), data(1, len(mask), WIDTH)
     method = hta(model, ["first.z", "second.z", "second"])
     same(method.attribute(x, internal_batch_size=size, **options), method.attribute(x, mode="reverse"))
@@ -1146,7 +1146,7 @@ def test_masks(mask, size, options):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 3, WIDTH, 2 * WIDTH])
 def test_lengths(tokens, causal, size):
-    """A sequence may be as long as another axis, such as heads or width, or have one token."""
+    """A sequence may have one token, or be as long as another axis, such as heads or width."""
     x = data(1, tokens, WIDTH)
     method = hta(tiny(sdpa(is_causal=causal)), ["first.z", "second"])
     result = method.attribute(x, internal_batch_size=size, mode="forward")
@@ -1155,7 +1155,7 @@ def test_lengths(tokens, causal, size):
 
 
 def test_query_that_attends_to_nothing():
-    """A query whose every key is masked has a row of zeros."""
+    """A query with all keys masked has a row of zeros."""
     mask = MASK.clone()
     mask[1] = False
     for mode in MODES:
@@ -1164,7 +1164,7 @@ def test_query_that_attends_to_nothing():
 
 
 def test_fused_attention_takes_the_reverse_mode(caplog):
-    """A kernel without a forward derivative is differentiated in reverse, and the log says so."""
+    """A kernel without a forward derivative is differentiated in reverse mode, and the log says so."""
     result = hta(tiny(flash), ["first.z", "second"]).attribute(data())
     same(result, hta(tiny(), ["first.z", "second"]).attribute(data()))
     assert "taking the reverse mode" in caplog.text
@@ -1172,7 +1172,7 @@ def test_fused_attention_takes_the_reverse_mode(caplog):
 
 @pytest.mark.parametrize("options", [{"mode": "forward"}, {"n_probes": 3}, {"tolerance": 0.1}])
 def test_fused_attention_refuses_the_forward_mode(options):
-    """What needs a forward derivative is refused where there is none."""
+    """Modes that need a forward derivative are refused where there is none."""
     with pytest.raises(ValueError, match=r"(?s)need a forward derivative.*ask for an exact result"):
         hta(tiny(flash), "second").attribute(data(), **options)
 
@@ -1187,7 +1187,7 @@ def encoder() -> nn.Module:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gradients", [torch.enable_grad, torch.no_grad])
 def test_transformer_encoder(gradients, mode):
-    """PyTorch's encoder gives the dense reference, though it has a fast path in eval mode."""
+    """PyTorch's encoder matches the dense reference, although it has a fast path in eval mode."""
     model, x, layers = encoder(), data(), ["layers.0.linear1", "layers.1"]
     with gradients():
         result = hta(model, layers).attribute(x, mode=mode)
@@ -1196,7 +1196,7 @@ def test_transformer_encoder(gradients, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_transformer_encoder_with_padding(mode):
-    """Padding of PyTorch's encoder is heeded: nothing of it is in other tokens."""
+    """The padding mask of PyTorch's encoder is respected: padding contributes nothing."""
     model, padding = encoder(), torch.arange(TOKENS) >= torch.tensor([[4], [3], [2]])
     run = lambda x, mask: model(x, src_key_padding_mask=mask)  # noqa: E731
     method = HiddenTokenAttribution(run, model.layers[1].linear1)
@@ -1208,7 +1208,7 @@ def test_transformer_encoder_with_padding(mode):
 
 
 class OwnAttention(nn.Module):
-    """PyTorch's MultiheadAttention, which gives ``(output, None)``, and a linear layer."""
+    """PyTorch's MultiheadAttention, which returns ``(output, None)``, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1244,7 +1244,7 @@ def by_hand(function: Callable[[Tensor], Tensor], x: Tensor, heads: int) -> Tens
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_heads_of_multihead_attention(need_weights, mode):
-    """They are read before the output projection, whatever else the module gives."""
+    """Heads are read before the output projection, whatever else the module returns."""
     model, x = own_attention(), data()
     options = {"additional_forward_args": need_weights, "mode": mode}
     with torch.no_grad():
@@ -1255,7 +1255,7 @@ def test_heads_of_multihead_attention(need_weights, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_heads_of_an_encoder(mode):
-    """Of both layers, from the input; everything is as before, and other targets may stand beside them."""
+    """Both layers have heads with respect to the input, also in a list with other targets."""
     model, x = encoder(), data()
     layers = ["layers.1.self_attn", "layers.1.linear1", "layers.0.self_attn"]
     before = state(model, x)
@@ -1268,7 +1268,9 @@ def test_heads_of_an_encoder(mode):
 
 
 def test_heads_where_they_are_mixed():
-    """Are refused, with the module to name; the projection is not called as a module."""
+    """Targets that mix heads are refused with the name of the module to use; the projection alone is not
+    called.
+    """
     model = encoder()
     with pytest.raises(ValueError, match=r"'layers\.1' mixes the heads.*pass its module 'self_attn'"):
         hta(model, "layers.1", num_heads=2).attribute(data())
@@ -1280,14 +1282,14 @@ def test_heads_where_they_are_mixed():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_source_that_gives_a_tensor_and_none(mode):
-    """As a source, such a module still gives the model all that it unpacks."""
+    """As a source, such a module still returns everything that the model unpacks."""
     model = own_attention()
     result = hta(model, "last", source_layer="attend").attribute(data(), mode=mode)
     same(result, shares(torch.ones(TOKENS, TOKENS).double().tril()).expand(BATCH, -1, -1))
 
 
 class Named(NamedTuple):
-    """A tensor and what goes with it."""
+    """A tensor and a second field."""
 
     value: Tensor
     note: str
@@ -1295,7 +1297,7 @@ class Named(NamedTuple):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_source_that_gives_a_named_tuple(mode):
-    """As a source, a module that gives a named tuple still gives one."""
+    """As a source, a module that returns a named tuple still does so."""
     model = nn.Sequential(Apply(lambda x: Named(x.sin(), "kept")), Apply(lambda named: named.value.cumsum(1)))
     result = hta(model, "1", source_layer="0").attribute(data(), mode=mode)
     same(result, shares(torch.ones(TOKENS, TOKENS).double().tril()).expand(BATCH, -1, -1))
@@ -1305,7 +1307,7 @@ def test_source_that_gives_a_named_tuple(mode):
 
 
 class Sine(torch.autograd.Function):
-    """A sine with a backward of its own, and neither a forward derivative nor vmap."""
+    """A sine with its own backward function, and neither a forward derivative nor vmap."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
@@ -1340,7 +1342,7 @@ class StraightThrough(torch.autograd.Function):
 
 @torch.library.custom_op("captum_hta_tests::sine", mutates_args=())
 def sine_operator(h: Tensor) -> Tensor:
-    """An operator of its own, without a forward derivative and without vmap."""
+    """A custom operator without a forward derivative and without vmap."""
     return h.sin()
 
 
@@ -1351,7 +1353,7 @@ sine_operator.register_autograd(
 
 
 def constant_norm(h: Tensor) -> Tensor:
-    """Divides by a norm that is a constant to autograd."""
+    """Divides by a norm that autograd takes as constant."""
     with torch.no_grad():
         size = h.norm(dim=-1, keepdim=True)
     return h / size
@@ -1381,7 +1383,7 @@ FUNCTIONS = {
 
 
 def right(model: nn.Module, mode: str | None) -> None:
-    """By this way both layers of a :class:`Mixed` model give the dense reference."""
+    """Check that in a mode both layers of a :class:`Mixed` model match the dense reference."""
     layers, x = ("act", "last"), data()
     expected = [dense(model, model.get_submodule(layer), x) for layer in layers]
     for layer, whole in zip(layers, expected, strict=True):
@@ -1390,7 +1392,7 @@ def right(model: nn.Module, mode: str | None) -> None:
 
 
 def right_or_refused(model: nn.Module) -> None:
-    """The forward mode gives the dense reference, or says that it cannot."""
+    """Check that the forward mode matches the dense reference or is refused."""
     try:
         right(model, "forward")
     except ValueError as error:
@@ -1399,7 +1401,7 @@ def right_or_refused(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_functions(function):
-    """The result is autograd's, by default and in reverse; forward it is, or it is refused."""
+    """The result is autograd's by default and in reverse mode; in forward mode too, or it is refused."""
     model = tiny(function, Mixed)
     right(model, None)
     right(model, "reverse")
@@ -1407,7 +1409,7 @@ def test_functions(function):
 
 
 def test_operator_without_forward_derivative(caplog):
-    """The reverse mode is taken, and says why; the forward mode and probes are refused."""
+    """Reverse mode is used, and the log says why; forward mode and probes are refused."""
     model = tiny(sine_operator, Mixed)
     hta(model, "last").attribute(data())
     assert "taking the reverse mode" in caplog.text
@@ -1417,14 +1419,14 @@ def test_operator_without_forward_derivative(caplog):
 
 
 def zeroed(h: Tensor) -> Tensor:
-    """Writes a constant to a view of a moving tensor."""
+    """Writes a constant to a view of a tensor that depends on the input."""
     h = h.sin()
     h[..., :3] = 0
     return h
 
 
 def rolled(h: Tensor) -> Tensor:
-    """Fills a buffer position by position, as a cache of keys is filled."""
+    """Fills a buffer position by position, like a cache of keys."""
     out = torch.zeros_like(h)
     for position, token in enumerate(h.unbind(1)):
         out[:, position] = token.sin() + token * 0.5
@@ -1432,7 +1434,7 @@ def rolled(h: Tensor) -> Tensor:
 
 
 def through_a_transpose(h: Tensor) -> Tensor:
-    """Writes through a transposed view made before."""
+    """Writes through a transposed view created before."""
     h = h.sin()
     view = h.mT
     view[:, 2:5] += 1.0
@@ -1441,7 +1443,7 @@ def through_a_transpose(h: Tensor) -> Tensor:
 
 
 def read_by_a_view(h: Tensor) -> Tensor:
-    """Writes to the whole and reads by a view made before."""
+    """Writes to the whole tensor and reads from a view created before."""
     h = h.sin()
     view = h[..., :4]
     h.mul_(torch.arange(8).double())
@@ -1466,7 +1468,9 @@ IN_PLACE = [half_written, zeroed, rolled, through_a_transpose, read_by_a_view, c
 
 @pytest.mark.parametrize("function", IN_PLACE)
 def test_in_place(function):
-    """Writing in place, also to views, is right by default and in reverse; forward, or refused."""
+    """Writing in place, also to views, is right by default and in reverse mode; in forward mode it is right
+    or refused.
+    """
     model = tiny(function, Mixed)
     right(model, None)
     right(model, "reverse")
@@ -1502,7 +1506,7 @@ def asked(layer: Any, x: Tensor, model: Any, **options: Any) -> Any:
 )
 @pytest.mark.parametrize("options", ASKED.values(), ids=ASKED)
 def test_examples_that_influence_each_other(options, function):
-    """Are refused in every mode, since all are carried at once; a single one is right."""
+    """They are refused in every mode, since all are carried at once; a single example is right."""
     model = tiny(function, Mixed)
     with pytest.raises(ValueError, match="influence each other"):
         asked("act", data(), model, **options)
@@ -1511,7 +1515,7 @@ def test_examples_that_influence_each_other(options, function):
 
 
 def sequence_first() -> nn.Module:
-    """The encoder of :func:`encoder` as PyTorch builds it by default, for ``[position, batch, width]``."""
+    """The encoder of :func:`encoder` with PyTorch's default layout, ``[position, batch, width]``."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
@@ -1521,7 +1525,7 @@ def sequence_first() -> nn.Module:
 @pytest.mark.parametrize("batch", [1, BATCH])
 @pytest.mark.parametrize("options", ASKED.values(), ids=ASKED)
 def test_sequence_first_modules(options, batch, layer):
-    """With ``batch_dim=1`` they give what batch-first modules give, and without it they are refused."""
+    """With ``batch_dim=1`` they give the same as batch-first modules; without it they are refused."""
     x, model = data(batch, 5, WIDTH), sequence_first()
     expected = asked(layer, x, encoder(), **options)
     same(asked(layer, x.transpose(0, 1), model, batch_dim=1, **options), expected)
@@ -1532,7 +1536,7 @@ def test_sequence_first_modules(options, batch, layer):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("mode", ANY_WAY)
 def test_sequence_first_recurrent_modules(mode, kind):
-    """The same for recurrent modules, against a computation by hand."""
+    """The same for recurrent modules, compared with a computation by hand."""
     torch.manual_seed(0)
     model = nn.Sequential(kind(WIDTH, WIDTH), Apply(lambda out: out[0]), linear()).double().eval()
     x = data(2, 5, WIDTH)
@@ -1545,7 +1549,7 @@ def test_sequence_first_recurrent_modules(mode, kind):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_sequence_first_batches_are_split(size):
-    """Parts of the batch take their rows of masks, which have the batch first."""
+    """Parts of the batch have their rows of masks, whose first axis is the batch."""
     model, padding = sequence_first(), torch.arange(TOKENS) >= torch.tensor([[4], [3], [2]])
     run = lambda x, mask: model(x, src_key_padding_mask=mask)  # noqa: E731
     method = HiddenTokenAttribution(run, model.layers[1].self_attn, batch_dim=1)
@@ -1555,7 +1559,7 @@ def test_sequence_first_batches_are_split(size):
 
 @pytest.mark.parametrize("options", ASKED.values(), ids=ASKED)
 def test_targets_of_another_batch(options):
-    """Windows of a local attention, and a sequence that comes first, are refused by name."""
+    """Windows of local attention and sequence-first targets are refused by name."""
     windows = Apply(lambda h: h.unflatten(1, (2, -1)).flatten(0, 1))
     turned = Apply(lambda h: h.transpose(0, 1))
     for module in (windows, turned):
@@ -1568,7 +1572,7 @@ def test_targets_of_another_batch(options):
 
 
 def test_sources_of_another_batch():
-    """Are refused as targets are."""
+    """Such sources are refused like such targets."""
     model = nn.Sequential(nn.Embedding(20, WIDTH), Apply(lambda h: h.transpose(0, 1)), linear()).double()
     with pytest.raises(ValueError, match=r"output of module '1' is .*so axis 0 is not the batch of 3"):
         hta(model, "2", source_layer="1").attribute(ids())
@@ -1589,7 +1593,7 @@ def test_splits_that_are_not_of_the_batch():
 
 
 def test_batch_statistics_are_refused():
-    """A batch normalisation in training mode, which would also change."""
+    """A batch normalisation in training mode is refused: it would also change."""
     norm = nn.BatchNorm1d(8).double()
     model = tiny(lambda h: norm(h.mT).mT, Mixed)
     model.norm = norm
@@ -1606,7 +1610,7 @@ def test_batch_statistics_are_refused():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_random_numbers_of_other_threads(mode):
-    """What another thread draws during an attribution is not drawn again, whatever the model draws."""
+    """Numbers that another thread draws during an attribution are not drawn again."""
     drawn: list[Tensor] = []
 
     def elsewhere(*args: Any) -> None:
@@ -1626,7 +1630,7 @@ def test_random_numbers_of_other_threads(mode):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
 def test_fork_while_another_thread_attributes():
-    """The child can attribute too, and has the precision that the user has set."""
+    """The child process can attribute as well, with the precision that the user has set."""
     inside, done = threading.Event(), threading.Event()
     model = tiny()
     model.first.register_forward_hook(lambda *args: inside.set() or (done.wait(60) and None))
@@ -1648,7 +1652,7 @@ def test_fork_while_another_thread_attributes():
 
 @pytest.mark.parametrize("options", ASKED.values(), ids=ASKED)
 def test_default_device(options):
-    """Does not matter: everything is made on the model's."""
+    """The default device does not matter: tensors are created on the model's device."""
     model, x = tiny(), data()
     expected = asked("second.z", x, model, **options)
     with torch.device("meta"):

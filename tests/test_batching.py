@@ -23,13 +23,13 @@ from captum_hta.batching import BATCH_TOKENS, PADDING_SHARE, batches
     ],
 )
 def test_batches(lengths: list[int], expected: list[list[int]]) -> None:
-    """Like lengths together, the shortest first, within both limits."""
+    """Similar lengths share a batch, the shortest first, within both limits."""
     assert list(batches(lengths)) == expected
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_batches_of_random_lengths(seed: int) -> None:
-    """Every row once, in order of length, and no batch beyond a limit."""
+    """Every row occurs once, in order of length, and no batch exceeds a limit."""
     lengths = torch.randint(2, 300, (200,), generator=torch.Generator().manual_seed(seed)).tolist()
     found = list(batches(lengths))
     flat = [row for rows in found for row in rows]

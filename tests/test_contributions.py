@@ -34,7 +34,7 @@ LENGTHS = [9, 8, 8, 3, 9]
 
 @pytest.fixture(scope="module")
 def plain_deep() -> Module:
-    """A tiny random BERT of 3 layers and uneven LayerNorms, as transformers has it."""
+    """A tiny random BERT of 3 layers with uneven LayerNorms, in transformers."""
     config = tiny_bert().config
     config.num_hidden_layers = 3
     torch.manual_seed(1)
@@ -47,7 +47,7 @@ def plain_deep() -> Module:
 
 @pytest.fixture(scope="module")
 def deep(plain_deep: Module) -> TransformerLensModel:
-    """The same through TransformerLens."""
+    """The same model in TransformerLens."""
     return load_model(plain_deep, tokenizer=WordTokenizer())
 
 
@@ -61,7 +61,7 @@ def blocks(model: TransformerLensModel, source: Module, target: Module) -> tuple
 
 
 def real_tokens(result: Contributions) -> Tensor:
-    """True ``[batch, query, key]`` where both are tokens."""
+    """``[batch, query, key]``, true where both are tokens."""
     size = result.values.shape[-1]
     real = torch.arange(size) < torch.tensor(list(map(len, result.tokens)))[:, None]
     return real[:, :, None] & real[:, None, :]
@@ -76,7 +76,7 @@ def real_tokens(result: Contributions) -> Tensor:
 def test_rows_sum_to_one_and_padding_is_nan(
     deep: TransformerLensModel, source: str | int, target: str, n_probes: int | None
 ) -> None:
-    """A row of a token sums to 1, and what is padding as query or key is NaN, and nothing else."""
+    """Rows of tokens sum to 1; queries and keys of padding are NaN, and nothing else is."""
     result = contributions(deep, TEXTS, source=source, target=target, n_probes=n_probes)
     real = real_tokens(result)
     for row, length in enumerate(LENGTHS):
@@ -89,20 +89,20 @@ def test_rows_sum_to_one_and_padding_is_nan(
 
 
 def test_tokens(model: TransformerLensModel) -> None:
-    """Tokens are the tokenizer's labels, special ones too."""
+    """Tokens have the tokenizer's labels, special tokens included."""
     result = contributions(model, ["aa bb", PAIR])
     assert result.tokens[0] == ["t1", f"t{4 + 2 * 97 % 60}", f"t{4 + 2 * 98 % 60}", "t2"]
     assert result.tokens[1].count("t2") == 2
 
 
 def test_tokens_of_a_real_bert(minilm: TransformerLensModel) -> None:
-    """Tokens of a pair as the text has them, with the separators of BERT."""
+    """Tokens of a pair are labelled as in the text, with BERT's separators."""
     tokens = contributions(minilm, [("Dogs bark.", "Loud!")], source="previous_layer").tokens
     assert tokens == [["[CLS]", "Dogs", "bark", ".", "[SEP]", "Loud", "!", "[SEP]"]]
 
 
 def test_attention_is_that_of_transformers(deep: TransformerLensModel, plain_deep: Module) -> None:
-    """Attention equals output_attentions of the plain model, for padded texts and segments."""
+    """Attention equals transformers' ``output_attentions``, for padded texts and segments."""
     result = contributions(deep, TEXTS, source="previous_layer")
     plain_deep.set_attn_implementation("eager")
     for row, text in enumerate(TEXTS):
@@ -134,7 +134,7 @@ def test_attention_of_the_chosen_layers(deep: TransformerLensModel, layers: list
 def test_a_batch_equals_its_single_rows(
     deep: TransformerLensModel, source: str | int, n_probes: int | None, target: str
 ) -> None:
-    """A text has the same contributions and errors alone as among others, estimated or not."""
+    """A text has the same contributions and errors alone and in a batch, estimated or exact."""
     assert any(len({LENGTHS[row] for row in rows}) > 1 for rows in batches(LENGTHS))
     options = {"source": source, "n_probes": n_probes, "target": target}
     result = contributions(deep, TEXTS, **options)
@@ -147,13 +147,13 @@ def test_a_batch_equals_its_single_rows(
 
 
 def test_order_of_texts(model: TransformerLensModel) -> None:
-    """Results come in the order of the texts, though batches go by length."""
+    """Results are in the order of the texts, although batches are sorted by length."""
     forwards = contributions(model, TEXTS).values
     assert forwards.allclose(contributions(model, TEXTS[::-1]).values.flip(0), equal_nan=True)
 
 
 def test_real_batch_with_probes(minilm: TransformerLensModel) -> None:
-    """A text has the same probes alone and in a padded batch, on the real model too."""
+    """A text has the same probes alone and in a padded batch, also in the real model."""
     texts = ["Dogs bark at the moon.", "Dogs bark at the moon every night."]
     together = contributions(minilm, texts, layers=[2], n_probes=3)
     alone = contributions(minilm, texts[:1], layers=[2], n_probes=3)
@@ -190,7 +190,7 @@ def test_causal_rows_look_back(source: str, target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("entry", [0, 1, 2])
 def test_source_in_between(deep: TransformerLensModel, entry: int, target: str) -> None:
-    """An int as source is what enters that block: all layers from there on, against autograd."""
+    """An int as source is the input of that block; all layers from there on match autograd."""
     result = contributions(deep, [PAIR], source=entry, target=target)
     assert result.layers == list(range(entry, 3))
     for index, layer in enumerate(result.layers):
@@ -203,7 +203,7 @@ def test_source_in_between(deep: TransformerLensModel, entry: int, target: str) 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_named_sources_are_ints(deep: TransformerLensModel, target: str) -> None:
-    """The source "input" is block 0, and "previous_layer" the target's own."""
+    """The source "input" is block 0, and "previous_layer" is the target's own block."""
     whole = contributions(deep, [PAIR], source="input", target=target)
     assert torch.equal(contributions(deep, [PAIR], source=0, target=target).values, whole.values)
     own = contributions(deep, [PAIR], source="previous_layer", target=target).values
@@ -223,7 +223,7 @@ def test_layers(
     layers: object,
     expected: list[int],
 ) -> None:
-    """Layers in the order asked for, negative ones from the end."""
+    """Layers are in the order of the argument, negative ones counted from the end."""
     result = contributions(deep, TEXTS[:2], source=source, layers=layers)
     whole = contributions(deep, TEXTS[:2], source=source)
     assert result.layers == expected
@@ -233,7 +233,7 @@ def test_layers(
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("model", ["bert", "causal", "roberta"])
 def test_three_modes_to_the_previous_layer(model: str, scaled: bool) -> None:
-    """Closed form, forward and reverse give the same, in a padded batch."""
+    """Closed form, forward and reverse mode give the same numbers in a padded batch."""
     plain = {
         "bert": tiny_bert,
         "causal": lambda: tiny_bert(BertLMHeadModel, is_decoder=True),
@@ -254,7 +254,7 @@ def test_three_modes_to_the_previous_layer(model: str, scaled: bool) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_forward_equals_reverse(deep: TransformerLensModel, norm: str, target: str) -> None:
-    """Both general modes give the same input contribution in every norm."""
+    """Forward and reverse mode give the same input contribution in every norm."""
     first, second = (
         contributions(deep, TEXTS[:3], norm=norm, target=target, mode=mode).values
         for mode in ("forward", "reverse")
@@ -266,7 +266,7 @@ def test_forward_equals_reverse(deep: TransformerLensModel, norm: str, target: s
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_norms(deep: TransformerLensModel, source: str, norm: str, scaled: bool) -> None:
-    """Each norm, with and without multiplication by the inputs, is that of the dense Jacobian."""
+    """Each norm, with and without multiplication by the inputs, equals that of the dense Jacobian."""
     result = contributions(deep, [PAIR], source=source, norm=norm, multiply_by_inputs=scaled)
     for layer in (1, 2):
         entry = 0 if source == "input" else layer
@@ -287,7 +287,7 @@ def exact(minilm: TransformerLensModel) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_errors_are_honest(minilm: TransformerLensModel, exact: Tensor, seed: int) -> None:
-    """99% of the entries are within four standard errors of the exact ones, and most within one."""
+    """99% of the estimates are within four standard errors of the exact values, and most within one."""
     result = contributions(minilm, [REAL], layers=[0, 1, 2], n_probes=24, seed=seed)
     assert result.standard_error.shape == result.values.shape
     away = (result.values - exact).abs() / result.standard_error
@@ -296,7 +296,7 @@ def test_errors_are_honest(minilm: TransformerLensModel, exact: Tensor, seed: in
 
 
 def test_all_probes_are_exact(deep: TransformerLensModel) -> None:
-    """As many probes as dimensions give the exact values, and an error of zero."""
+    """As many probes as dimensions give the exact values, with errors of zero."""
     result = contributions(deep, TEXTS, n_probes=8)
     assert not result.standard_error.nan_to_num(0).any()
     torch.testing.assert_close(
@@ -305,7 +305,7 @@ def test_all_probes_are_exact(deep: TransformerLensModel) -> None:
 
 
 def test_one_probe_has_an_infinite_error(model: TransformerLensModel) -> None:
-    """The error of a single probe is unknown, so infinite, while NaN says padding."""
+    """The error of a single probe is unknown and therefore infinite; NaN means padding."""
     result = contributions(model, TEXTS, n_probes=1)
     real = real_tokens(result)[:, None, None].expand_as(result.values)
     assert result.standard_error[real].isposinf().all()
@@ -313,7 +313,7 @@ def test_one_probe_has_an_infinite_error(model: TransformerLensModel) -> None:
 
 @pytest.mark.parametrize("options", [{"n_probes": 4}, {"n_probes": 4, "tolerance": 9.0}], ids=str)
 def test_seeds(deep: TransformerLensModel, options: dict) -> None:
-    """A seed gives the same again, and another seed something else."""
+    """The same seed gives the same numbers, and another seed other ones."""
     results = [contributions(deep, TEXTS, seed=seed, **options) for seed in (3, 3, 4)]
     first, again, other = (result.values for result in results)
     assert torch.equal(first.nan_to_num(0), again.nan_to_num(0))
@@ -321,7 +321,7 @@ def test_seeds(deep: TransformerLensModel, options: dict) -> None:
 
 
 def test_global_random_state_is_kept(model: TransformerLensModel) -> None:
-    """Probes neither read nor move the global random state."""
+    """Probes neither read nor advance the global random state."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     first = contributions(model, [PAIR], n_probes=3).values
@@ -341,20 +341,20 @@ def test_tolerance_is_met(minilm: TransformerLensModel, exact: Tensor, start: in
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_tiny_tolerance_is_met_by_all_probes(deep: TransformerLensModel, target: str) -> None:
-    """A tolerance that only exact values meet takes all probes."""
+    """A tolerance that only exact values meet uses all probes."""
     result = contributions(deep, TEXTS, tolerance=1e-12, target=target)
     assert not result.standard_error.nan_to_num(0).any()
 
 
 def test_closed_form_needs_no_probes(model: TransformerLensModel) -> None:
-    """Where the closed form holds, it takes the place of an estimate, and is exact."""
+    """Where the closed form holds, it replaces an estimate and is exact."""
     result = contributions(model, TEXTS, source="previous_layer", n_probes=2)
     assert result.standard_error is None
     assert {plan.mode for plan in result.plans} == {"closed form"}
 
 
 def test_estimated_previous_layer(model: TransformerLensModel) -> None:
-    """Probes of the previous layer can be forced; they agree with the closed form."""
+    """Probes can be forced for the previous layer; they agree with the closed form."""
     options = {"source": "previous_layer", "layers": [0, 1]}
     found = contributions(model, [PAIR], n_probes=6, mode="probes", **options)
     expected = contributions(model, [PAIR], **options).values
@@ -362,7 +362,7 @@ def test_estimated_previous_layer(model: TransformerLensModel) -> None:
 
 
 def test_plans(model: TransformerLensModel) -> None:
-    """Each batch, and for the previous layer of hidden embeddings each source, has its plan."""
+    """Each batch has a plan, and with the source "previous_layer" of hidden embeddings each layer."""
     modes = [plan.mode for plan in contributions(model, TEXTS, n_probes=2).plans]
     assert modes == ["probes"] * len(list(batches(LENGTHS)))
     layers = contributions(model, [PAIR], source="previous_layer", target="layer")
@@ -373,7 +373,7 @@ def test_plans(model: TransformerLensModel) -> None:
 
 
 def test_show_progress(model: TransformerLensModel, capsys: pytest.CaptureFixture) -> None:
-    """A progress bar, on the error stream, if it is asked for."""
+    """A progress bar is shown on stderr, if asked for."""
     contributions(model, TEXTS)
     assert capsys.readouterr() == ("", "")
     contributions(model, TEXTS, show_progress=True)
@@ -386,7 +386,7 @@ def test_show_progress(model: TransformerLensModel, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=str)
 @pytest.mark.parametrize("mode", ["forward", "reverse", "closed form"])
 def test_under_no_grad(model: TransformerLensModel, context: type, mode: str) -> None:
-    """Contributions are the same where gradients are off, and are ordinary tensors."""
+    """Contributions are the same with gradients off, and are ordinary tensors."""
     options = {"source": "previous_layer", "mode": mode}
     with context():
         found = contributions(model, [PAIR], **options).values
@@ -395,7 +395,7 @@ def test_under_no_grad(model: TransformerLensModel, context: type, mode: str) ->
 
 
 def test_precision_is_restored(model: TransformerLensModel) -> None:
-    """A lower precision of float32 products holds for the call alone."""
+    """A lower precision of float32 products lasts for the call alone."""
     before = torch.get_float32_matmul_precision()
     for source in SOURCES:
         contributions(model, [PAIR], source=source, precision="medium")
@@ -446,13 +446,13 @@ BAD_OPTIONS: list[tuple[dict, str]] = [
 
 @pytest.mark.parametrize(("options", "words"), BAD_OPTIONS, ids=str)
 def test_bad_options(model: TransformerLensModel, options: dict, words: str) -> None:
-    """An argument out of its range is an error that names it and what is valid."""
+    """An argument out of its range is an error that names it and the valid values."""
     with pytest.raises((ValueError, TypeError), match=words):
         contributions(model, "a b", **options)
 
 
 def test_the_plan_of_a_tolerance_is_what_was_done(minilm: TransformerLensModel) -> None:
-    """With the probes that it took in the end."""
+    """The plan counts the probes that were used in the end."""
     result = contributions(minilm, "Go", layers=[1], tolerance=0.005)
     width = minilm.d_model
     (plan,) = result.plans
@@ -464,7 +464,7 @@ def test_the_plan_of_a_tolerance_is_what_was_done(minilm: TransformerLensModel) 
 
 @pytest.mark.parametrize("options", [{"source": True}, {"layers": [True]}, {"seed": "x"}], ids=str)
 def test_arguments_of_a_wrong_type(model: TransformerLensModel, options: dict) -> None:
-    """A truth value is no number, and a word no seed."""
+    """A truth value is not a number, and a word is not a seed."""
     with pytest.raises(TypeError):
         contributions(model, "a b", **options)
 
@@ -497,7 +497,7 @@ WRONG_VALUES: list[tuple[dict, str]] = [
 
 @pytest.mark.parametrize(("options", "words"), WRONG_TYPES, ids=str)
 def test_wrong_types(model: TransformerLensModel, options: dict, words: str) -> None:
-    """The error names the argument, what it may be and what it is."""
+    """The error names the argument, its valid types and the value."""
     with pytest.raises(TypeError, match=words):
         contributions(model, "a b", **options)
 
@@ -525,7 +525,7 @@ def test_wrong_values(model: TransformerLensModel, options: dict, words: str) ->
     ids=str,
 )
 def test_numbers_of_other_libraries(model: TransformerLensModel, options: dict, plain: dict) -> None:
-    """Give what Python's give, random numbers too."""
+    """They give the same as Python's numbers, and the same random numbers."""
     found, expected = contributions(model, "a b", **options), contributions(model, "a b", **plain)
     assert found.layers == expected.layers
     assert torch.equal(found.values, expected.values)
@@ -535,7 +535,7 @@ def test_numbers_of_other_libraries(model: TransformerLensModel, options: dict, 
     "model", ["bert", None, tiny_bert(), WordTokenizer()], ids=lambda m: type(m).__name__
 )
 def test_other_objects_in_the_place_of_a_model(model: object) -> None:
-    """The error names what makes a model of them."""
+    """The error names the function that makes an adapter."""
     with pytest.raises(TypeError, match=r"model must be an adapter, as captum_hta\.load_model returns it"):
         contributions(model, "a b")
 
@@ -547,7 +547,7 @@ def test_other_objects_in_the_place_of_a_model(model: object) -> None:
 )
 @pytest.mark.parametrize("adapter", ["transformers", "transformer_lens"])
 def test_default_device(adapter: str, options: dict) -> None:
-    """Does not matter, from loading on: everything is made on the model's device."""
+    """The default device does not matter: everything is created on the model's device."""
     plain = tiny_bert()
     expected = contributions(load_model(plain, tokenizer=WordTokenizer(), adapter=adapter), TEXTS, **options)
     with torch.device("meta"):
@@ -561,7 +561,7 @@ def test_default_device(adapter: str, options: dict) -> None:
 
 
 def test_directions_that_print_alike_are_kept_apart(model: TransformerLensModel) -> None:
-    """PyTorch prints the first and last numbers of a long tensor alone; what lies between them counts."""
+    """PyTorch abbreviates long tensors when it prints them; directions are compared in full."""
     directions = torch.ones(2, 2, 2, 4, dtype=torch.float64)
     directions[1, ..., 1] = -2
     with printing_only_the_edges():
@@ -576,7 +576,7 @@ def test_directions_that_print_alike_are_kept_apart(model: TransformerLensModel)
 
 @contextmanager
 def printing_only_the_edges() -> Iterator[None]:
-    """Let PyTorch print these small tensors as it prints tensors of more than 1000 numbers."""
+    """Let PyTorch abbreviate even these small tensors when it prints them."""
     before = torch._tensor_str.PRINT_OPTS
     torch.set_printoptions(threshold=4, edgeitems=1)
     try:
@@ -586,7 +586,7 @@ def printing_only_the_edges() -> Iterator[None]:
 
 
 def test_targets_share_a_sweep(model: TransformerLensModel) -> None:
-    """Questions that differ in their target alone are answered together; each part of the work has a name."""
+    """Questions that differ only in their targets are answered together; each part of the work has a name."""
     names: list[str] = []
 
     @contextmanager
@@ -603,7 +603,7 @@ def test_targets_share_a_sweep(model: TransformerLensModel) -> None:
 
 
 def test_the_core_does_not_import_captum() -> None:
-    """Captum brings matplotlib, scipy and pandas, which contributions of texts do not need."""
+    """Captum imports matplotlib, scipy and pandas, which contributions do not need."""
     code = "import sys, captum_hta.computation, captum_hta.jacobian.engine; print('captum' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

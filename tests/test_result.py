@@ -29,7 +29,7 @@ def rows_sum_to_one(result: Contributions) -> bool:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_axes_of_heads(model: TransformerLensModel, source: str) -> None:
-    """Values and attention are batch, layer, head, query, key; exact values have no error."""
+    """Axes are batch, layer, head, query, key; exact values have no errors."""
     result = contributions(model, TEXTS, source=source)
     assert result.values.shape == result.attention.shape == (5, 2, 2, 9, 9)
     assert result.standard_error is None
@@ -40,7 +40,7 @@ def test_axes_of_heads(model: TransformerLensModel, source: str) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_axes_of_layers(model: TransformerLensModel, source: str) -> None:
-    """With the target "layer" values and errors have no head axis; attention has."""
+    """With the target "layer", values and errors have no head axis, but attention has."""
     result = contributions(model, TEXTS, source=source, target="layer", n_probes=4)
     assert result.values.shape == result.standard_error.shape == (5, 2, 9, 9)
     assert result.attention.shape == (5, 2, 2, 9, 9)
@@ -48,7 +48,7 @@ def test_axes_of_layers(model: TransformerLensModel, source: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_example_is_trimmed(model: TransformerLensModel, target: str) -> None:
-    """One text of several: its own tokens, and no padding."""
+    """The result for one text has its tokens alone, without padding."""
     result = contributions(model, TEXTS, target=target, n_probes=4)
     for row, length in enumerate(LENGTHS):
         one = result.example(row)
@@ -64,12 +64,12 @@ def test_example_is_trimmed(model: TransformerLensModel, target: str) -> None:
 
 
 def test_example_of_exact_values_has_no_error(model: TransformerLensModel) -> None:
-    """What is exact stays exact."""
+    """The example of an exact result is exact."""
     assert contributions(model, TEXTS).example(3).standard_error is None
 
 
 def test_results_can_be_changed(model: TransformerLensModel) -> None:
-    """No result is an inference tensor or needs gradients."""
+    """No result is an inference tensor or requires gradients."""
     for source in SOURCES:
         result = contributions(model, [PAIR], source=source, n_probes=2)
         for tensor in (result.values, result.attention):
@@ -79,7 +79,7 @@ def test_results_can_be_changed(model: TransformerLensModel) -> None:
 
 
 def test_repr_is_short(model: TransformerLensModel) -> None:
-    """It tells what is there, not all numbers."""
+    """The repr names what the result holds, without the numbers."""
     assert (
         repr(contributions(model, ["a", "b c"]))
         == "Contributions(source='input', target='head', exact, texts=2, layers=[0, 1], [2, 2, 2, 4, 4])"
@@ -91,7 +91,7 @@ def test_repr_is_short(model: TransformerLensModel) -> None:
 
 
 def test_words(minilm) -> None:
-    """Pieces of keys add up, those of queries are averaged, and rows still sum to 1."""
+    """Keys of a word's pieces are added, queries averaged, and rows still sum to 1."""
     result = contributions(minilm, ["Hummingbirds sang.", "Go"], source="previous_layer")
     assert result.tokens[0] == ["[CLS]", "Humming", "birds", "sang", ".", "[SEP]"]
     words = result.to_words()
@@ -131,7 +131,7 @@ def test_words_of_estimates(minilm) -> None:
 
 
 def test_words_errors(minilm, bert) -> None:
-    """An unknown reduction, words of words, and a tokenizer that knows no words."""
+    """Unknown reductions, words of words and tokenizers without words are errors."""
     result = contributions(minilm, "Hummingbirds sang.", source="previous_layer")
     with pytest.raises(ValueError, match="reduction must be one of 'sum', 'max', 'mean'"):
         result.to_words("median")
@@ -146,9 +146,8 @@ def test_words_errors(minilm, bert) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"target": "layer"}, {"multiply_by_inputs": True}], ids=str)
 def test_intervals_hold_the_exact_values(minilm: TransformerLensModel, options: dict) -> None:
-    """Of the intervals of level 95%, 93 to 97% hold the exact value, however few the probes.
-
-    The entries of a text share their probes, so that many texts and seeds are needed.
+    """Of 95% intervals, 93 to 97% hold the exact value, however few the probes. Many texts and seeds are
+    needed, since the entries of a text share their probes.
     """
     options = options | {"layers": [1]}
     exact = contributions(minilm, SENTENCES, **options).values
@@ -163,7 +162,7 @@ def test_intervals_hold_the_exact_values(minilm: TransformerLensModel, options: 
 
 
 def test_intervals_of_other_results(model: TransformerLensModel) -> None:
-    """Exact values are their own intervals; one probe says nothing; padding is NaN; words have intervals."""
+    """Exact values are their own intervals; one probe gives 0 to 1; padding is NaN; words have intervals."""
     result = contributions(model, TEXTS)
     low, high = result.interval()
     assert low.allclose(result.values, equal_nan=True)
@@ -183,7 +182,7 @@ def test_intervals_of_other_results(model: TransformerLensModel) -> None:
 
 
 def test_probes_of_a_tolerance(model: TransformerLensModel) -> None:
-    """The number that it took in the end is kept, and all probes are exact."""
+    """The result keeps the number of probes that were used; with all probes it is exact."""
     result = contributions(model, "a b c", tolerance=1e-12)
     assert result.probes == [8]
     low, high = result.interval()
@@ -192,6 +191,6 @@ def test_probes_of_a_tolerance(model: TransformerLensModel) -> None:
 
 @pytest.mark.parametrize("level", [0, 1, 95, -0.5])
 def test_level_of_intervals(model: TransformerLensModel, level: float) -> None:
-    """A level is a share."""
+    """A level must be between 0 and 1."""
     with pytest.raises(ValueError, match="level must be between 0 and 1"):
         contributions(model, "a b").interval(level)

@@ -1,4 +1,4 @@
-"""Texts as they are passed, checked and encoded."""
+"""Texts: how they may be passed, which are refused, and how they are cut."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_one_text(model: TransformerLensModel, text: object) -> None:
     ids=["series", "array", "generator"],
 )
 def test_iterables_of_texts(model: TransformerLensModel, texts: object) -> None:
-    """A column of a table, an array and a generator give their texts in order."""
+    """Columns of tables, arrays and generators give their texts in order."""
     assert contributions(model, texts).tokens == contributions(model, ["a b", "c"]).tokens
 
 
 def test_a_giant_text_is_not_tokenised(model: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its characters are counted first, also where it may be cut."""
+    """Its characters are counted first, also with truncation."""
     monkeypatch.setattr(type(model), "encode", lambda *args: pytest.fail("tokenised"))
     for truncation in (False, True):
         with pytest.raises(ValueError, match=r"text 0 has 3000 characters.*at most 40 tokens.*cut"):
@@ -39,19 +39,19 @@ def test_a_giant_text_is_not_tokenised(model: TransformerLensModel, monkeypatch:
 
 @pytest.mark.parametrize("pair", [("a b", "c"), ["a b", "c"]])
 def test_pair_as_tuple_or_list(model: TransformerLensModel, pair: object) -> None:
-    """A pair is a tuple or, as it comes from JSON, a list."""
+    """A pair may be a tuple or, as JSON has it, a list."""
     expected = contributions(model, [("a b", "c")]).values
     assert torch.equal(contributions(model, [pair]).values, expected)
 
 
 @pytest.mark.parametrize("words", [38, 36])
 def test_longest_text(model: TransformerLensModel, words: int) -> None:
-    """A text as long as the model reads is no error."""
+    """A text of as many tokens as the model reads is accepted."""
     assert contributions(model, "w " * words, n_probes=2).values.shape[-1] == words + 2
 
 
 def test_long_text(minilm) -> None:
-    """An error that names length and limit before anything is run, or the first 512 tokens."""
+    """A longer one is an error that names length and limit, or is cut to the first 512 tokens."""
     text = "word " * 600
     with pytest.raises(ValueError, match=r"text 1 has 602 tokens.*at most 512.*truncation=True"):
         contributions(minilm, ["short", text])
@@ -98,13 +98,13 @@ def test_bad_texts(
     error: type[Exception],
     words: str,
 ) -> None:
-    """No text, wrong types and texts that are too long: the error names which and the limit."""
+    """Empty lists, wrong types and texts that are too long are errors that name the text and the limit."""
     with pytest.raises(error, match=words):
         contributions(model, texts)
 
 
 def test_text_without_token(model: TransformerLensModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer without special tokens makes nothing of an empty text, which is an error."""
+    """An empty text has no token without special tokens, which is an error."""
     right = model.encode
     monkeypatch.setattr(model, "encode", lambda text: right(text) if text else Encoding([], [], []))
     with pytest.raises(ValueError, match="text 1 has no token"):

@@ -1,4 +1,4 @@
-"""The steps by which a baseline is added, as CONTRIBUTING lists them, walked through with one that is not."""
+"""How a baseline is added, step by step as in CONTRIBUTING, with a simple one as the example."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HiddenSimilarity(Baseline):
 
 
 def test_a_baseline_that_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Axes, padding and errors come with the class, and comparisons and the commands take it."""
+    """Axes, padding and errors come with the class; comparisons and commands accept it."""
     monkeypatch.setattr(methods, "ATTENTION_BASED", (AttentionWeights, HiddenSimilarity))
     model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
     texts = ["one two three four", "five"]

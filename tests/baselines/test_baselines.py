@@ -1,4 +1,4 @@
-"""Baselines: by hand on a model that fits on paper, against Captum's classes, and by identities."""
+"""Baselines compared with results on paper, with Captum's classes, and by their identities."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ EVERY = [method for name in baselines.__all__ if name != "Baseline" for method i
 
 
 def on_paper(value: Tensor, layers: int = 1) -> Circuit:
-    """Tokens A = (1, 0) and B = (0, 2); the second attends to them by 3 to 1. Values ``x V``, then twice the
-    first component is added to the residual, and once the second.
+    """Tokens A = (1, 0) and B = (0, 2); B attends to both by 3 to 1. The first component of ``x V`` is added
+    to the residual twice, and the second once.
     """
     nothing = torch.zeros(1, 2, 2)
     out = torch.tensor([[[2.0, 0], [0, 1]]])
@@ -68,7 +68,7 @@ LOST_A, LOST_B = 1 - 3.5 / LONG, 1 - 9.25 / (LONG * SHORT_STEP)
     ],
 )
 def test_on_paper(method: type, value: Tensor, layers: int, expected: list[float]) -> None:
-    """The row of the second token in the last layer."""
+    """The row of the second token in the last layer is as computed by hand."""
     found = method(on_paper(value, layers)).attribute("AB")[0]
     while found.dim() > 2:
         found = found[-1]
@@ -76,7 +76,7 @@ def test_on_paper(method: type, value: Tensor, layers: int, expected: list[float
 
 
 def test_of_the_layer_on_paper() -> None:
-    """What heads give together: here two equal ones."""
+    """Heads of a layer add up, here two equal ones."""
     one = on_paper(STRETCHED).blocks[0]
     both = Block(*(torch.cat([w, w]) for w in (one.query, one.key, one.value, one.out)), bias=one.bias)
     model = Circuit(torch.tensor([[1.0, 0], [0, 2]]), torch.zeros(2, 2), [both])
@@ -96,7 +96,7 @@ def decoder(adapter: str = "transformers") -> TransformersModel | TransformerLen
 
 @pytest.mark.parametrize("method", EVERY)
 def test_axes_padding_and_adapters(method: type) -> None:
-    """Named axes; a text among others as alone, padded with NaN; the same through both adapters."""
+    """Results have the named axes, NaN as padding, and agree for single texts and for both adapters."""
     one = method(decoder())
     together = one.attribute(["one two three", "four"])
     sizes = {"batch": 2, "layer": 3, "head": 4, "query": 5, "key": 5}
@@ -113,8 +113,8 @@ def test_axes_padding_and_adapters(method: type) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parts_make_the_whole(name: str) -> None:
-    """Patterns times values through the output projection are what the projection gives; with the residual,
-    through the norm of a post-LN block, what that norm gives.
+    """Patterns times values through the output projection are the projection's output; with the residual,
+    through the norm of a post-LN block, they are the output of that norm.
     """
     model = TransformersModel(tiny(name), WordTokenizer(60))
     activations = Activations(model, model.batch([model.encode("one two three")]))
@@ -140,8 +140,8 @@ def test_parts_make_the_whole(name: str) -> None:
 
 
 def test_identities_of_real_weights(minilm64: TransformerLensModel) -> None:
-    """Rows of rollouts sum to 1; effective attention does to the values what attention does, and is attention
-    while tokens are few; each method tells heads or layers apart.
+    """Rows of rollouts sum to 1; effective attention has the same effect on values as attention, and equals
+    it while tokens are few; each method has its own numbers for heads or layers.
     """
     for method in (baselines.AttentionRollout, baselines.Alti, baselines.ValueZeroing):
         values = method(minilm64).attribute([PAIR])
@@ -163,7 +163,7 @@ def test_identities_of_real_weights(minilm64: TransformerLensModel) -> None:
 
 
 def test_flow_of_real_weights(minilm: TransformerLensModel) -> None:
-    """In the first layer flow is the capacity; later it is at least what rollout carries."""
+    """In the first layer flow is the capacity; later it is at least as large as rollout."""
     flow = baselines.AttentionFlow(minilm).attribute("Dogs bark.")
     rollout = baselines.AttentionRollout(minilm).attribute("Dogs bark.")
     torch.testing.assert_close(flow[:, 0], rollout[:, 0], atol=1e-6, rtol=0)
@@ -174,7 +174,7 @@ def test_flow_of_real_weights(minilm: TransformerLensModel) -> None:
 
 
 def test_attention_is_captums_activation(minilm: TransformerLensModel) -> None:
-    """On the hook point of the pattern."""
+    """It equals ``LayerActivation`` on the hook point of the pattern."""
     batch = minilm.batch([minilm.encode("Dogs bark.")])
     point = minilm.hook_point("blocks.2.attn.hook_pattern")
     expected = LayerActivation(minilm.forward, point).attribute(*batch.inputs, batch.extra)
@@ -183,7 +183,7 @@ def test_attention_is_captums_activation(minilm: TransformerLensModel) -> None:
 
 
 def driven(layers: int = 2) -> Circuit:
-    """A random circuit whose patterns are modules that drive the output, through a tanh."""
+    """A random circuit whose patterns are modules that determine the output, through a tanh."""
     torch.manual_seed(0)
     blocks = []
     for _ in range(layers):
@@ -210,7 +210,7 @@ def embedded(model: Circuit, text: str) -> Tensor:
 
 
 def test_gradient_times_attention_is_captums() -> None:
-    """``LayerGradientXActivation`` on the pattern."""
+    """It equals ``LayerGradientXActivation`` on the pattern."""
     model = driven()
     found = baselines.GradientTimesAttention(model, token=1).attribute("ABCD")
     for layer, block in enumerate(model.blocks):
@@ -221,7 +221,7 @@ def test_gradient_times_attention_is_captums() -> None:
 
 
 def test_conductance_is_captums() -> None:
-    """``LayerConductance`` on the pattern."""
+    """It equals ``LayerConductance`` on the pattern."""
     model = driven()
     found = baselines.AttentionConductance(model, token=1, n_steps=20).attribute("ABCD")
     for layer, block in enumerate(model.blocks):
@@ -251,7 +251,7 @@ def test_integrated_attention_is_complete(adapter: str) -> None:
 
 
 def test_integrated_gradients_are_complete() -> None:
-    """They add up to the logit less that of a zero embedding; only the row of the logit holds numbers."""
+    """They add up to the logit minus that of a zero embedding; only the logit's row holds numbers."""
     model = driven()
     found = baselines.EmbeddingIntegratedGradients(model, token=1, n_steps=300).attribute("ABCD")[0]
     logit = from_embedding(model)
@@ -262,7 +262,7 @@ def test_integrated_gradients_are_complete() -> None:
 
 
 def test_logits_of_encoders(model: TransformerLensModel) -> None:
-    """A masked language model has logits through its head, a classifier has classes, a bare model none."""
+    """Masked language models have logits through their head, classifiers have classes, bare models none."""
     found = baselines.GradientTimesAttention(model, position=1, token=9).attribute("a b")
     pattern = baselines.AttentionWeights(model).attribute("a b")
     assert found.shape == pattern.shape
@@ -281,7 +281,7 @@ def test_logits_of_encoders(model: TransformerLensModel) -> None:
 
 @pytest.mark.parametrize("scope", ["semantic", "temperature", "fisher"])
 def test_scopes_equal_a_dense_reference(scope: str) -> None:
-    """Whole Jacobians to the normed hidden state, and the whole Fisher matrix."""
+    """They match whole Jacobians to the final hidden state and the whole Fisher matrix."""
     model = decoder()
     plain = tiny_with_head("GPT-2")
     ids = torch.tensor([model.encode("one two").ids])
@@ -319,7 +319,7 @@ def test_scopes_of_encoders(model: TransformerLensModel) -> None:
 
 
 def test_cross_attention_and_bad_texts() -> None:
-    """Weights of cross attention are given, rollouts of it are refused; an empty list of texts too."""
+    """Weights of cross attention are returned; rollouts of it and empty lists of texts are refused."""
     model = TransformersModel(tiny("T5"), WordTokenizer(60), part="cross")
     pair = ("one two three", "four")
     found = baselines.AttentionWeights(model).attribute([pair])
@@ -335,7 +335,7 @@ def test_cross_attention_and_bad_texts() -> None:
 
 
 class Adapted(torch.nn.Module):
-    """A projection with a low-rank change beside it, and no weight of its own name."""
+    """A projection with a low-rank update next to it, and no weight of its own name."""
 
     def __init__(self, base: torch.nn.Module, width: int) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Adapted(torch.nn.Module):
 
 
 def test_wrapped_projections() -> None:
-    """Head outputs are read through the wrapper, as from the model with the change merged."""
+    """Head outputs are read through the wrapper, as in the model with the update merged."""
     torch.manual_seed(0)
     wrapped, merged = tiny_bert(), tiny_bert()
     for layer in range(2):
@@ -362,7 +362,7 @@ def test_wrapped_projections() -> None:
 
 
 def test_modes_of_a_caller() -> None:
-    """Gradients are found under ``no_grad`` and ``inference_mode``."""
+    """Gradients are computed under ``no_grad`` and ``inference_mode``."""
     model = decoder()
     for method in (
         baselines.GradientTimesAttention,
@@ -378,7 +378,7 @@ def test_modes_of_a_caller() -> None:
 
 
 def test_logits_that_are_none() -> None:
-    """Positions, tokens and steps out of range are named."""
+    """Positions, tokens and steps out of range are errors that name them."""
     model = decoder()
     for options, words in (
         ({"position": 9}, "position must be between -4 and 3, as the text has 4 tokens, got 9"),
@@ -398,7 +398,7 @@ def test_logits_that_are_none() -> None:
 
 @functools.cache
 def unsound() -> TransformersModel:
-    """A decoder in which one word has no numbers."""
+    """A decoder in which the embedding of one word is NaN."""
     plain = tiny_with_head("Llama")
     model = load_model(plain, tokenizer=WordTokenizer(60), adapter="transformers")
     with torch.no_grad():
@@ -416,7 +416,7 @@ def test_activations_that_are_not_finite(method: type) -> None:
 
 
 def test_logits_that_are_not_finite() -> None:
-    """They are found too, where all attention is finite."""
+    """They are refused, also where all attention is finite."""
     model = load_model(tiny_with_head("Llama"), tokenizer=WordTokenizer(60), adapter="transformers")
     with torch.no_grad():
         model.model.lm_head.weight[7] = torch.inf
@@ -428,7 +428,7 @@ def test_logits_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize("method", EVERY)
 def test_active_dropout_is_refused(method: type) -> None:
-    """By every method, also those that do not look at attention."""
+    """Every method refuses it, also those that do not read attention."""
     plain = tiny_with_head("GPT-2")
     model = load_model(plain, tokenizer=WordTokenizer(60), adapter="transformers")
     model.model.train()
@@ -437,7 +437,7 @@ def test_active_dropout_is_refused(method: type) -> None:
 
 
 def test_small_distances_of_value_zeroing() -> None:
-    """Single precision gives those of tokens that hardly matter, instead of zeros."""
+    """In single precision, distances of tokens that hardly matter are not rounded to zero."""
     exact, single = tiny_bert(), tiny_bert().float()
     for plain in (exact, single):
         for layer in plain.bert.encoder.layer:
@@ -452,7 +452,7 @@ def test_small_distances_of_value_zeroing() -> None:
 
 
 def test_scopes_use_the_logits_of_the_model() -> None:
-    """A bias of the unembedding moves the likeliest token; capped logits have another Fisher matrix."""
+    """A bias of the unembedding changes the likeliest token; capped logits have another Fisher matrix."""
     plain = tiny_with_head("GPT-2")
     head = torch.nn.Linear(16, 60).double()
     head.weight = plain.lm_head.weight
@@ -471,14 +471,14 @@ def test_scopes_use_the_logits_of_the_model() -> None:
 
 @pytest.mark.parametrize("options", [{"position": 1.0}, {"position": True}, {"token": "a"}, {"token": False}])
 def test_arguments_that_are_no_ints(options: dict[str, object]) -> None:
-    """They are named."""
+    """The error names the argument."""
     with pytest.raises(TypeError, match=f"{next(iter(options))} must be an int"):
         baselines.GradientTimesAttention(decoder(), **options)
 
 
 @pytest.mark.parametrize("method", EVERY)
 def test_half_precision(method: type) -> None:
-    """Values near the exact ones, or an error that names the remedy."""
+    """Values are close to exact ones, or the error names the remedy."""
     half = load_model(
         tiny_with_head("GPT-2").to(torch.bfloat16), tokenizer=WordTokenizer(60), adapter="transformers"
     )

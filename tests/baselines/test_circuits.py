@@ -1,6 +1,4 @@
-"""Known answers: circuits built by hand, whose true routes contributions find, also where attention does
-not show them.
-"""
+"""Circuits built by hand, whose known routes contributions find, also where attention does not show them."""
 
 from __future__ import annotations
 
@@ -25,20 +23,20 @@ def row(result, query: int, layer: int = 0, head: int = 0) -> torch.Tensor:
 
 
 def test_a_head_that_copies_the_previous_token() -> None:
-    """All of what it takes in is of that token."""
+    """All of its output comes from that token."""
     result = contributions(circuit(looking_back(1)), "ABCD")
     for query in range(1, 4):
         assert row(result, query)[query - 1] > 1 - 1e-9
 
 
 def test_a_head_that_copies_the_first_token() -> None:
-    """All of what it takes in is of that token."""
+    """All of its output comes from that token."""
     result = contributions(circuit(looking_back(None)), "ABCD")
     assert (result.values[0, 0, 0, :, 0] > 1 - 1e-9).all()
 
 
 def test_an_induction_head() -> None:
-    """In "DABCA" the last A looks for what followed the first one, and takes in that B."""
+    """In "DABCA" the last A looks for what followed the first A, and reads that B."""
     model = circuit(looking_back(1), induction("letter"))
     result = contributions(model, "DABCA")
     assert result.attention[0, 1, 0, 4].argmax() == 2
@@ -46,7 +44,7 @@ def test_an_induction_head() -> None:
 
 
 def test_attention_is_fooled_by_a_mixture() -> None:
-    """The same head, if it reads what the first layer wrote, looks at B but takes in the A before it."""
+    """The same head attends to B, but reads the A before it from what the first layer wrote."""
     model = circuit(looking_back(1), induction("written"))
     result = contributions(model, "DABCA")
     assert result.attention[0, 1, 0, 4].argmax() == 2
@@ -56,7 +54,7 @@ def test_attention_is_fooled_by_a_mixture() -> None:
 
 
 def test_attention_is_fooled_by_a_silent_token() -> None:
-    """A head takes in nothing of a token whose value stays zero, however much it looks at it."""
+    """A token whose value stays zero contributes nothing, however much attention it gets."""
     model = silent()
     result = contributions(model, "ABCD")
     value = model.attention(model.batch([model.encode("ABCD")]))[1].value
@@ -67,7 +65,7 @@ def test_attention_is_fooled_by_a_silent_token() -> None:
 
 
 def test_attention_is_fooled_by_values_that_cancel() -> None:
-    """Two heads attend to the first token and add opposite vectors: nothing of it is left."""
+    """Two heads attend to the first token and write opposite vectors, which cancel."""
     one = looking_back(None)
     both = Block(
         *(torch.cat([w, w]) for w in (one.query, one.key, one.value)), torch.cat([one.out, -one.out])
@@ -80,7 +78,7 @@ def test_attention_is_fooled_by_values_that_cancel() -> None:
 
 
 def test_a_head_along_the_logit_of_a_letter() -> None:
-    """A head reads two tokens equally; along the logit of one of their letters only that token is left."""
+    """A head reads two tokens equally; along the logit of one letter only that token contributes."""
     s = spaces()
     nothing = torch.zeros(1, WIDTH, LETTERS)
     model = circuit(transcript(0.5), Block(nothing, nothing, s.written[None], s.letter.T[None]))

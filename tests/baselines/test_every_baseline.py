@@ -1,4 +1,4 @@
-"""Every baseline on every kind of model: numbers where it is defined, else a reason."""
+"""Every baseline on every kind of model gives numbers, or the reason why it is not defined."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES += [(name, part) for name in PAIRS for part in ("encoder", "decoder", "cro
 
 
 def adapter(name: str, part: str | None) -> tuple[TransformersModel, object]:
-    """A tiny model of a family, or of a part, and what it reads."""
+    """The adapter of a tiny model of a family, or of one part, and a text for it."""
     reads_texts = name not in IMAGES and (name, part) != ("Whisper", "encoder")
     tokenizer = WordTokenizer(60) if reads_texts else None
     model = TransformersModel(tiny(name), tokenizer, part=part)
@@ -30,7 +30,7 @@ def adapter(name: str, part: str | None) -> tuple[TransformersModel, object]:
 
 @pytest.mark.parametrize(("name", "part"), CASES)
 def test_numbers_or_a_reason(name: str, part: str | None) -> None:
-    """Axes as they are named, finite numbers in real rows; what is refused says what to do or why."""
+    """Results have the named axes and finite numbers; refusals say why or what to do."""
     model, text = adapter(name, part)
     given, reasons = [], []
     for method in METHODS:

@@ -1,4 +1,4 @@
-"""The steps by which a norm is added, as CONTRIBUTING lists them, walked through with the nuclear norm."""
+"""How a norm is added, step by step as in CONTRIBUTING, with the nuclear norm as the example."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def squared_nuclear_norm(gram: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_a_norm_that_is_added(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mode that takes whole Jacobians gives it, and what cannot estimate it says so."""
+    """Modes with whole Jacobians give the new norm; modes that cannot estimate it say so."""
     monkeypatch.setitem(norms.NORMS, "nuclear", squared_nuclear_norm)
     model = load_model(tiny_bert(), tokenizer=WordTokenizer(), adapter="transformers")
     embeddings, attention = model.base.embeddings, model.base.encoder.layer[0].attention.self

@@ -19,7 +19,7 @@ NORMS = {"post-LN": None, "LayerNorm": True, "RMSNorm": False}
 
 
 def block(norm: str, rotary: bool, causal: bool):
-    """A block as a function of its input, and its factors at a random one."""
+    """A block as a function of its input, and its factors at a random input."""
     torch.manual_seed(0)
     weights = [torch.randn(count, D_HEAD, WIDTH) for count in (HEADS, GROUPS, GROUPS)]
     query_w, key_w, value_w = (w.repeat_interleave(HEADS // len(w), 0) for w in weights)
@@ -82,7 +82,7 @@ def _float64():
     list(product(NORMS, (False, True), (False, True), (False, True))),
 )
 def test_equals_autograd(norm: str, rotary: bool, causal: bool, scaled: bool) -> None:
-    """Every kind of block, grouped heads and biases throughout."""
+    """Every kind of block, with grouped heads and biases, matches autograd."""
     run, factors = block(norm, rotary, causal)
     found = attention_energies(factors, multiply_by_inputs=scaled)
     for row in range(BATCH):
@@ -100,7 +100,7 @@ def test_causal_rows_are_zero_above_the_diagonal() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_parts_equal_the_whole(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small memory budget splits the batch and the heads, and changes nothing."""
+    """A small memory budget splits the batch and the heads without changing the result."""
     _, factors = block(norm, True, False)
     whole = attention_energies(factors)
     for budget in (1, 40_000, 100_000):

@@ -1,4 +1,4 @@
-"""What contributions will cost, from dimensions alone, compared with what they did."""
+"""Forecasts from dimensions alone, compared with the plans of actual runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = Size(layers=3, heads=4, width=32, inner=128)
     ids=str,
 )
 def test_forecast_is_what_happens(bert, source: str | int, options: dict) -> None:
-    """The mode, the operations and the memory of the plans that are followed."""
+    """Mode, operations and memory are those of the plans that were followed."""
     found = contributions(bert, TEXT, source=source, **options)
     tokens = len(found.tokens[0])
     expected = forecast(bert.size, tokens, source=source, dtype=bert.dtype, **options)
@@ -38,7 +38,7 @@ def test_forecast_is_what_happens(bert, source: str | int, options: dict) -> Non
 
 @pytest.mark.parametrize("n_probes", [None, 16])
 def test_forecast_of_a_real_model(minilm, n_probes: int | None) -> None:
-    """With feed-forward parts collapsed where that pays."""
+    """Feed-forward parts that are worth collapsing are counted as collapsed."""
     found = contributions(minilm, "Dogs bark.", layers=[0, 1], n_probes=n_probes)
     expected = forecast(minilm.size, len(found.tokens[0]), layers=[0, 1], n_probes=n_probes)
     (done,) = in_all(found.plans)
@@ -63,7 +63,7 @@ def test_forecast_of_causal_models(name: str, queries: int | None) -> None:
 
 
 def test_mode_can_be_forced() -> None:
-    """And one that is not valid is an error."""
+    """A mode can be forced; one that is not valid is an error."""
     assert forecast(SMALL, 8, mode="reverse").mode == "reverse"
     assert forecast(SMALL, 8, source="previous_layer", mode="forward").mode == "forward"
     with pytest.raises(ValueError, match="the closed form gives the previous-layer contribution"):
@@ -71,7 +71,7 @@ def test_mode_can_be_forced() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """However long the text and wide the model."""
+    """Long texts and wide models stay within a bound."""
     for tokens in (16, 128, 1024):
         large = forecast(Size(32, 32, 4096, 16384), tokens)
         assert large.chunk >= 1
@@ -79,7 +79,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_plans_in_all() -> None:
-    """Operations add up, memory does not; modes and numbers of probes stay apart."""
+    """Operations add up and memory does not; modes and numbers of probes are kept apart."""
     plans = [
         Plan("probes", 1.0, 5.0, 3, "8 a token"),
         Plan("probes", 2.0, 4.0, 7, "8 a token"),
@@ -108,12 +108,12 @@ def test_plans_in_all() -> None:
     ids=str,
 )
 def test_nonsense_is_refused(change: dict, words: str) -> None:
-    """As the computation itself would."""
+    """Wrong arguments are refused as the computation refuses them."""
     with pytest.raises(ValueError, match=words):
         forecast(**({"size": SMALL, "tokens": 8} | change))
 
 
 def test_a_model_is_no_size(bert) -> None:
-    """The error says where its size is."""
+    """The error names the model's attribute that holds its size."""
     with pytest.raises(TypeError, match=r"such as model\.size"):
         forecast(bert, 8)

@@ -1,4 +1,4 @@
-"""The plan: what is the cheapest, what it costs, and that it keeps its word about memory."""
+"""Plans: the cheapest mode, its costs, and that its memory stays within the budget."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ BERT = Costs(
     ],
 )
 def test_cheapest_mode(change: dict, mode: str) -> None:
-    """Forward for all queries, reverse for a few of them or for sums, probes for an estimate."""
+    """Forward for all queries, reverse for a few of them or for sums, probes for estimates."""
     assert plan(replace(BERT, **change)).mode == mode
 
 
 def test_costs_are_counted() -> None:
-    """Tangents through the deepest target, or cotangents of each target through its own depth."""
+    """Tangents go to the deepest target; cotangents of each target go through its own depth."""
     assert plan(BERT).flops == 32 * 384 * 6e8
     assert plan(BERT, mode="reverse").flops == 32 * 384 * 1e8 * (1 + 2 + 3 + 4 + 5 + 6)
     assert plan(replace(BERT, directions=8, is_estimate=True)).flops == 32 * 8 * 6e8
 
 
 def test_line() -> None:
-    """It prints as one line with units."""
+    """A plan prints as one line with units."""
     line = str(plan(BERT))
     assert line.startswith("forward (12288 tangents): 7.37 TFLOP, ")
     assert "\n" not in line
@@ -56,7 +56,7 @@ def test_modes_that_are_not_valid(mode: str) -> None:
 
 
 def test_chunks_fit_the_caches_and_the_budget() -> None:
-    """At least one tangent, however large it is."""
+    """A chunk has at least one tangent, however large it is."""
     cpu = torch.device("cpu")
     assert chunk_size(CACHE // 8, cpu) == 8
     assert chunk_size(1e12, cpu) == 1
@@ -65,7 +65,7 @@ def test_chunks_fit_the_caches_and_the_budget() -> None:
 
 
 def test_the_budget_is_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that only caches files can be had: a plan must not depend on what was read before."""
+    """Memory that only caches files is available: a plan must not depend on what was read before."""
     memory = SimpleNamespace(available=1 << 30, free=0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert memory_budget(torch.device("cpu")) == MEMORY_SHARE * (1 << 30)
@@ -73,7 +73,7 @@ def test_the_budget_is_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_precision(precision: str, minilm) -> None:
-    """A lower precision is close, and the setting of PyTorch is as it was."""
+    """A lower precision is close, and PyTorch's setting is restored."""
     exact = contributions(minilm, "Dogs bark.", n_probes=4).values
     before = torch.get_float32_matmul_precision()
     found = contributions(minilm, "Dogs bark.", n_probes=4, precision=precision).values
@@ -82,7 +82,7 @@ def test_precision(precision: str, minilm) -> None:
 
 
 def test_the_users_precision_does_not_matter(minilm) -> None:
-    """Nor is it changed: checks and collapsed segments are as in the highest."""
+    """Checks and collapsed segments always have the highest precision, and the user's setting is restored."""
     exact = contributions(minilm, "Dogs bark.", layers=[1])
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
@@ -97,7 +97,7 @@ def test_the_users_precision_does_not_matter(minilm) -> None:
 
 
 def test_unknown_precision() -> None:
-    """An error that lists what there is."""
+    """The error lists the valid ones."""
     model = torch.nn.Linear(3, 3)
     hta = HiddenTokenAttribution(model, model)
     with pytest.raises(ValueError, match="precision must be one of 'highest'"):
@@ -128,9 +128,8 @@ print(growth, memory_budget(torch.device("cpu")))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 def test_memory_of_a_long_text() -> None:
-    """256 tokens, both sources: peak memory grows by less than the budget of a machine with 2 GiB available.
-
-    In a process of its own, since the peak is that of a whole process.
+    """For 256 tokens and both sources, peak memory grows by less than the budget of a machine with 2 GiB
+    available. It runs in its own process, since a peak is that of a whole process.
     """
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ NONE = torch.empty(1, 0, 16, dtype=torch.float64)
 
 
 def test_probes_are_orthogonal_also_to_earlier_ones() -> None:
-    """All have the norm sqrt(D) and right angles."""
+    """All have the norm sqrt(D) and are orthogonal to each other."""
     first = orthogonal_probes(3, [(0,)], NONE)
     second = orthogonal_probes(13, [(0,)], first)
     whole = torch.cat([first, second], 1)[0]
@@ -18,7 +18,7 @@ def test_probes_are_orthogonal_also_to_earlier_ones() -> None:
 
 
 def test_streams_depend_on_their_numbers_alone() -> None:
-    """A stream is the same among others, and another stream with other numbers."""
+    """A stream is the same alone and among others, and differs with other numbers."""
     alone = orthogonal_probes(4, [(3, 1)], NONE)[0]
     among = orthogonal_probes(4, [(3, 0), (3, 1), (4, 1)], NONE.expand(3, 0, 16))
     assert torch.equal(among[1], alone)

@@ -35,7 +35,7 @@ def x() -> torch.Tensor:
 
 
 def test_all_probes_are_exact(attribution, x) -> None:
-    """With as many probes as dimensions the result is exact and its error zero."""
+    """With as many probes as dimensions the result is exact, with an error of zero."""
     found, error = attribution.attribute(x, n_probes=WIDTH, return_standard_error=True)
     torch.testing.assert_close(found, attribution.attribute(x), rtol=1e-10, atol=0)
     assert not error.any()
@@ -50,7 +50,7 @@ def repeated(encoder: nn.Module, x: torch.Tensor, count: int, runs: int):
 
 
 def test_error_falls_like_one_over_the_root(encoder, attribution, x) -> None:
-    """Four times the probes, half the error, and a little less for drawing without replacement."""
+    """Four times the probes halve the error, and a little more for drawing without replacement."""
     exact = attribution.attribute(x)
 
     def error(count: int) -> float:
@@ -70,20 +70,20 @@ def test_intervals_cover(encoder, attribution, x, count: int) -> None:
 
 
 def test_nearly_all_entries_are_within_four_errors(attribution, x) -> None:
-    """99% of the entries, with 16 probes."""
+    """With 16 probes 99% of the entries are."""
     found, error = attribution.attribute(x, n_probes=16, return_standard_error=True)
     assert ((found - attribution.attribute(x)).abs() <= 4 * error).double().mean() >= 0.99
 
 
 def test_seeds(attribution, x) -> None:
-    """The same seed gives the same numbers, another one others."""
+    """The same seed gives the same numbers, and another seed other ones."""
     first, again, other = (attribution.attribute(x, n_probes=4, seed=s) for s in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 def test_a_batch_equals_its_rows(attribution) -> None:
-    """Rows share their directions, so a row is the same alone."""
+    """Rows share their probes, so a row is the same alone."""
     x = torch.randn(3, TOKENS, WIDTH, dtype=torch.float64)
     whole = attribution.attribute(x, n_probes=4)
     rows = torch.cat([attribution.attribute(row[None], n_probes=4) for row in x])
@@ -92,13 +92,13 @@ def test_a_batch_equals_its_rows(attribution) -> None:
 
 @pytest.mark.parametrize("tolerance", [0.02, 0.005, 1e-9])
 def test_tolerance_is_met(attribution, x, tolerance: float) -> None:
-    """Probes are added until the error is small enough, if need be all of them."""
+    """Probes are added until the error is small enough, up to all of them."""
     found, error = attribution.attribute(x, tolerance=tolerance, return_standard_error=True)
     assert error.max() <= tolerance
     assert (found - attribution.attribute(x)).abs().max() <= 8 * tolerance
 
 
 def test_multiplied_by_inputs(encoder, x) -> None:
-    """All probes, scaled by the inputs, give the exact scaled result."""
+    """With all probes, scaling by the inputs gives the exact scaled result."""
     scaled = HiddenTokenAttribution(encoder, encoder.layers[1].linear1, num_heads=4, multiply_by_inputs=True)
     torch.testing.assert_close(scaled.attribute(x, n_probes=WIDTH), scaled.attribute(x))

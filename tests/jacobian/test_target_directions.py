@@ -1,4 +1,4 @@
-"""Contributions along a direction, against a dense reference."""
+"""Contributions along directions in target space, compared with a dense reference."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Head(nn.Module):
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(D_HEAD,), (HEADS, D_HEAD), (2, HEADS, TOKENS, D_HEAD)])
 def test_every_shape_equals_the_dense_reference(shape: tuple[int, ...], scaled: bool) -> None:
-    """One vector, one a head, and one for every example, head and query."""
+    """One vector for all heads, one for each head, or one for every example, head and query."""
     model, x = Head(), inputs()
     direction = torch.randn(shape, generator=torch.Generator().manual_seed(2)).double()
     hta = HiddenTokenAttribution(model, model.target, num_heads=HEADS, multiply_by_inputs=scaled)
@@ -65,7 +65,7 @@ def test_every_shape_equals_the_dense_reference(shape: tuple[int, ...], scaled: 
 
 
 def test_selected_queries_and_split_batches() -> None:
-    """The same numbers for some queries, and for parts of the batch."""
+    """Some queries, and parts of the batch, have the same numbers."""
     model, x = Head(), inputs()
     direction = torch.randn(2, HEADS, TOKENS, D_HEAD).double()
     hta = HiddenTokenAttribution(model, model.target, num_heads=HEADS)
@@ -76,7 +76,7 @@ def test_selected_queries_and_split_batches() -> None:
 
 
 def test_without_a_head_axis_and_for_several_layers() -> None:
-    """A vector of the whole width, and a list of them for a list of layers."""
+    """A vector of the whole width, and a list of vectors for a list of layers."""
     model, x = Head(), inputs()
     one, other = torch.randn(WIDTH).double(), torch.randn(2, TOKENS, 16).double()
     second = model.inner[1]
@@ -102,7 +102,7 @@ def test_all_unit_vectors_make_the_whole(model: TransformerLensModel) -> None:
 
 
 def test_layers_of_contributions(model: TransformerLensModel) -> None:
-    """A direction of every layer is taken by its layer; of hidden embeddings it is as wide as they are."""
+    """Layers have their own directions; for hidden embeddings these are as wide as the model."""
     direction = torch.randn(2, 2, 4).double()
     both = contributions(model, ["a b c", "d"], direction=direction)
     assert {plan.mode for plan in both.plans} == {"reverse"}
@@ -127,7 +127,7 @@ def test_layers_of_contributions(model: TransformerLensModel) -> None:
     ],
 )
 def test_errors(options: dict[str, object], message: str, model: TransformerLensModel) -> None:
-    """What does not fit, and what is not needed."""
+    """Directions that do not fit, and arguments that do not go with them, are refused."""
     with pytest.raises(ValueError, match=message):
         contributions(model, "a b", **options)
 
@@ -144,7 +144,7 @@ def test_wrong_types() -> None:
         hta.attribute(x, direction=torch.ones(3, D_HEAD))
 
 
-# --- of logits -------------------------------------------------------------------------------------
+# --- logit directions ------------------------------------------------------------------------------
 
 FINAL_NORMS = {"GPT-2": "ln_f", "GPT-NeoX (Pythia)": "final_layer_norm", "Phi": "final_layernorm"}
 
@@ -152,8 +152,8 @@ FINAL_NORMS = {"GPT-2": "ln_f", "GPT-NeoX (Pythia)": "final_layer_norm", "Phi": 
 @pytest.mark.parametrize("adapter", ["transformers", "transformer_lens"])
 @pytest.mark.parametrize("name", ["GPT-2", "GPT-NeoX (Pythia)", "Llama", "Qwen3", "Phi"])
 def test_logit_direction(name: str, adapter: str) -> None:
-    """The gradient of a logit difference with respect to what a head adds to the last hidden embedding,
-    through the model's own final norm with its scale held.
+    """It is the gradient of a logit difference with respect to what a head adds to the last hidden embedding,
+    through the model's own final norm with its scale frozen.
     """
     model = load_model(tiny_with_head(name), tokenizer=WordTokenizer(60), adapter=adapter)
     found = logit_direction(model, 5, against=7)
@@ -165,14 +165,14 @@ def test_logit_direction(name: str, adapter: str) -> None:
         mixing = model.output_projection(layer).weight.double()
         z = torch.randn(model.num_heads, model.d_head).double().requires_grad_()
         added = torch.einsum("hc,hcd->d", z, mixing)
-        scaled = (added - added.mean() if centred else added) * weight  # the scale held at 1
+        scaled = (added - added.mean() if centred else added) * weight  # with its scale frozen at 1
         (expected,) = torch.autograd.grad((columns[5] - columns[7]) @ scaled, z)
         torch.testing.assert_close(found[layer].double(), expected, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("width", [8, 7])
 def test_a_frozen_norm(width: int) -> None:
-    """Through a LayerNorm of any width its weight and its centring, through an RMSNorm its weight."""
+    """A LayerNorm of any width is its weight and its centring, an RMSNorm its weight."""
     torch.manual_seed(0)
     vector = torch.randn(width).double()
     weight = torch.randn(width).double()
@@ -186,7 +186,7 @@ def test_a_frozen_norm(width: int) -> None:
 
 
 def test_logit_direction_errors() -> None:
-    """No unembedding, no such token, a text of several tokens, an encoder."""
+    """Missing unembeddings, unknown tokens, texts of several tokens and encoders are refused."""
     gpt = tiny_with_head("GPT-2")
     model = load_model(gpt, tokenizer=WordTokenizer(60))
     with pytest.raises(ValueError, match="there is no token 99"):
@@ -205,7 +205,7 @@ def test_logit_direction_errors() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_logit_direction_in_half_precision(name: str, dtype: torch.dtype, adapter: str) -> None:
-    """Every head's direction is that of wide weights, to their rounding."""
+    """Every head's direction equals that of single-precision weights up to rounding."""
     wide = load_model(tiny_with_head(name), tokenizer=WordTokenizer(60), adapter=adapter)
     half = load_model(tiny_with_head(name).to(dtype), tokenizer=WordTokenizer(60), adapter=adapter)
     expected, found = (logit_direction(model, 5, against=7).double() for model in (wide, half))
@@ -213,7 +213,7 @@ def test_logit_direction_in_half_precision(name: str, dtype: torch.dtype, adapte
 
 
 def test_tokens_are_ids_or_texts() -> None:
-    """Anything else is a TypeError that says so."""
+    """Anything else is a TypeError."""
     model = load_model(tiny_with_head("GPT-2"), tokenizer=WordTokenizer(60))
     for token in (True, 5.0):
         with pytest.raises(TypeError, match="must be an id or a text"):

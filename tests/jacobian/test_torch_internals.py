@@ -1,4 +1,4 @@
-"""What the core takes from PyTorch beyond its public interface still is what it was."""
+"""PyTorch's private names that the core uses still mean what they meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sites: which tensor of which call is seen or replaced, and that no hook is left behind."""
+"""Sites: which tensor of which call is read or replaced, and that no hook stays behind."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def test_replaced() -> None:
     ids=["None", "two", "integers", "dict"],
 )
 def test_one_tensor_is_needed(value: object, words: str) -> None:
-    """Where a module returns none or several, the error says which and what to choose."""
+    """Where a module returns none or several, the error says which and what to use instead."""
     with pytest.raises(ValueError, match=words):
         only_tensor(value, "out")

@@ -1,4 +1,4 @@
-"""Statistics against slow definitions, and on data whose answer is known by construction."""
+"""Statistics compared with slow definitions, and on data whose answer is known by construction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from captum_hta.statistics.correlations import row_correlations
 
 
 def rows_of(kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Two arrays ``[2, 3, 5, 7]`` that are alike to some degree."""
+    """Two arrays ``[2, 3, 5, 7]`` that are correlated."""
     rng = np.random.default_rng(0)
     first = rng.dirichlet(np.full(7, 0.3), (2, 3, 5))
     second = 0.5 * first + 0.5 * rng.dirichlet(np.full(7, 0.3), (2, 3, 5))
@@ -27,7 +27,7 @@ def rows_of(kind: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("kind", ["random", "ties", "opposed", "small"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_correlations_are_those_of_scipy(kind: str, number: int) -> None:
-    """Row by row, with ties, and for values of any size."""
+    """Each row equals scipy's result, with ties, and for values of any size."""
     first, second = rows_of(kind)
     found = row_correlations(first, second)[number]
     expected = np.full(first.shape[:-1], np.nan)
@@ -40,7 +40,7 @@ def test_correlations_are_those_of_scipy(kind: str, number: int) -> None:
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_constant_rows_are_undefined(swap: bool) -> None:
-    """A row that is constant in either array is NaN; the others are not touched."""
+    """A row that is constant in either array is NaN; the other rows are unaffected."""
     constant = np.array([[1 / 3, 1 / 3, 1 / 3], [0, 0, 0], [0.2, 0.3, 0.5]])
     varied = np.array([[0.2, 0.3, 0.5]] * 3)
     pair = (varied, constant) if swap else (constant, varied)
@@ -49,7 +49,7 @@ def test_constant_rows_are_undefined(swap: bool) -> None:
 
 
 def test_rows_constant_up_to_rounding_are_undefined() -> None:
-    """Rounding is no variation: uniform attention correlates with nothing, without a warning."""
+    """Uniform attention correlates with nothing, and there is no warning."""
     uniform = np.full((1, 6), 1 / 6)
     uniform[0, 2] = np.nextafter(1 / 6, 1)
     pearson, spearman = row_correlations(uniform, np.arange(6.0)[None])
@@ -67,7 +67,7 @@ def test_short_rows_are_undefined(length: int) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (2, 1)])
 def test_correlations_of_few_rows_keep_their_shape(shape: tuple[int, ...]) -> None:
-    """Of nothing comes nothing, without an error."""
+    """Empty arrays give empty arrays, without an error."""
     assert [r.shape for r in row_correlations(np.zeros(shape), np.zeros(shape))] == 2 * [shape[:-1]]
 
 
@@ -93,7 +93,7 @@ def mean_of(rows: list[np.ndarray], shape: tuple[int, ...] = (2, 3)) -> RowMean:
 
 
 def test_mean_is_the_plain_mean_without_nan_rows() -> None:
-    """Over all rows of all examples, with the rows that are left out counted."""
+    """It is over all rows of all examples, and NaN rows are counted."""
     rows = examples()
     found, together = mean_of(rows), np.concatenate(rows, axis=-1)
     np.testing.assert_allclose(found.mean(), np.nanmean(together, -1), rtol=1e-12)
@@ -103,7 +103,7 @@ def test_mean_is_the_plain_mean_without_nan_rows() -> None:
 
 
 def test_standard_error_is_its_formula() -> None:
-    """Against a plain loop over one cell's examples, after Cochran (1977, section 6.4)."""
+    """It equals a plain loop over one cell's examples, after Cochran (1977, section 6.4)."""
     rows = examples()
     found = mean_of(rows).standard_error()
     for at in np.ndindex(2, 3):
@@ -118,7 +118,7 @@ def test_standard_error_is_its_formula() -> None:
 
 @pytest.mark.parametrize("length", [1, 5])
 def test_error_of_equal_examples_is_that_of_their_means(length: int) -> None:
-    """With examples of one length: the deviation of their means over the root of their number."""
+    """For examples of one length it is the deviation of their means over the root of their number."""
     rows = np.random.default_rng(2).normal(size=(20, length)) + np.arange(20)[:, None]
     found = mean_of(list(rows), ()).standard_error()
     assert found == pytest.approx(rows.mean(-1).std(ddof=1) / np.sqrt(20), rel=1e-10)
@@ -126,7 +126,7 @@ def test_error_of_equal_examples_is_that_of_their_means(length: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_merging_any_split_gives_the_same(seed: int) -> None:
-    """Mean, error and counts depend on no order or split; merging changes only the first."""
+    """Mean, error and counts do not depend on order or split; merging changes only the first accumulator."""
     rng, rows = np.random.default_rng(seed), examples()
     parts = rng.integers(0, 3, len(rows))
     whole, merged = mean_of(rows), RowMean.zero(2, 3)
@@ -145,7 +145,7 @@ def test_merging_any_split_gives_the_same(seed: int) -> None:
 @pytest.mark.parametrize("cluster", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("trend", [0.0, 0.05])
 def test_standard_error_is_the_spread_of_means(cluster: float, trend: float) -> None:
-    """Clustered rows, of examples whose value may go with their length: repeat and compare."""
+    """For repeated samples of clustered rows, whose values may depend on their number, both agree."""
     rng, repeats, longest = np.random.default_rng(3), 2000, 12
     mean = RowMean.zero(repeats)
     for _ in range(80):
@@ -171,7 +171,7 @@ def test_standard_error_is_the_spread_of_means(cluster: float, trend: float) -> 
     ids=["nothing", "all-nan", "one", "one-and-nan", "equal", "two"],
 )
 def test_mean_of_few_examples(rows: list[list[float]], mean: float, error: float) -> None:
-    """Undefined is NaN, without a warning; equal values have no error."""
+    """It is NaN where undefined, without a warning; equal values have no error."""
     found = mean_of([np.array(row) for row in rows], ())
     np.testing.assert_allclose(found.mean(), mean, rtol=1e-12)
     np.testing.assert_allclose(found.standard_error(), error, atol=1e-8)
@@ -219,7 +219,7 @@ def test_relative_position_is_its_definition(lengths: list[int], longest: int) -
 
 
 def test_errors_of_relative_positions_are_those_of_means() -> None:
-    """At each offset, of the values that occur there, by example."""
+    """At each offset they are those of the values that occur there, by example."""
     values = patterns([3, 6, 4, 6])
     position = position_of(values, 6)
     for place, offset in enumerate(position.offsets):
@@ -235,7 +235,7 @@ def test_errors_of_relative_positions_are_those_of_means() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 5), (5, 2), (1, 4), (4, 1)])
 def test_relative_position_of_cross_attention(shape: tuple[int, int]) -> None:
-    """Keys are of another text than queries, shorter or longer, also among square ones."""
+    """Keys are of another text than queries, which may be shorter or longer."""
     queries, keys = shape
     crossed = np.random.default_rng(5).dirichlet(np.full(keys, 0.4), (2, 3, queries))
     check_definition([crossed], 5)
@@ -254,7 +254,7 @@ def check_definition(values: list[np.ndarray], longest: int) -> None:
 
 
 def pattern(name: str, length: int) -> np.ndarray:
-    """A head ``[1, 1, query, key]`` that looks at one place; where it cannot, it looks nowhere."""
+    """A head ``[1, 1, query, key]`` that attends to one place; queries without it attend to nothing."""
     made = {
         "previous": np.eye(length, k=-1),
         "next": np.eye(length, k=1),
@@ -277,7 +277,7 @@ def pattern(name: str, length: int) -> np.ndarray:
     ],
 )
 def test_heads_of_known_habits(name: str, histogram: list[float], centre: float) -> None:
-    """A head that looks at the previous token has all its mass at -1, and so on."""
+    """A head that attends to the previous token has all its mass at -1, and so on."""
     found = position_of([pattern(name, 4)], 4)
     np.testing.assert_allclose(found.histogram()[0, 0], histogram, atol=1e-15)
     np.testing.assert_allclose(found.centre_of_mass(), [[centre]], atol=1e-15)
@@ -307,7 +307,7 @@ def test_histograms_merge(seed: int) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_centre_of_mass_of_nothing_is_undefined() -> None:
-    """No mass, no centre, and no warning."""
+    """Without mass there is no centre, and no warning."""
     found = OffsetHistogram.zero(1, 2, 3)
     assert (found.histogram() == 0).all()
     assert np.isnan(found.centre_of_mass()).all()
@@ -315,7 +315,7 @@ def test_centre_of_mass_of_nothing_is_undefined() -> None:
 
 @pytest.mark.parametrize("length", [4, 5, 9])
 def test_a_text_longer_than_said_is_refused_and_changes_nothing(length: int) -> None:
-    """Its far offsets have no place, and must not wrap around."""
+    """Its far offsets have no bin, and must not wrap around."""
     found = position_of([pattern("uniform", 3)], 3)
     before = found.sums.copy()
     with pytest.raises((IndexError, ValueError)):
@@ -325,7 +325,7 @@ def test_a_text_longer_than_said_is_refused_and_changes_nothing(length: int) -> 
 
 @pytest.mark.parametrize("longest", [1, 2, 4])
 def test_histograms_of_different_sizes_do_not_merge(longest: int) -> None:
-    """They have no common offsets; nothing is broadcast in silence."""
+    """They have no common offsets, so nothing is broadcast silently."""
     found = OffsetHistogram.zero(1, 1, 3)
     with pytest.raises(ValueError):  # noqa: PT011
         found.merge(OffsetHistogram.zero(1, 1, longest))

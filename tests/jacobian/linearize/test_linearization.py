@@ -1,4 +1,4 @@
-"""The recorded derivative against ``torch.func.jvp``, operator by operator."""
+"""The recorded derivative compared with ``torch.func.jvp``, operator by operator."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def linearized(function, x: Tensor) -> Linearization:
 
 @pytest.mark.parametrize("name", CASES)
 def test_push_equals_jvp(name: str) -> None:
-    """Each operator's rule, for a stack of three tangents."""
+    """Each operator's rule is right for a stack of three tangents."""
     function = CASES[name]
     torch.manual_seed(1)
     x = torch.randn(2, 5, 4, dtype=torch.float64)
@@ -133,7 +133,7 @@ def test_push_equals_jvp(name: str) -> None:
 
 
 def test_two_sources_move_apart() -> None:
-    """A tangent of one source leaves the other where it is."""
+    """A tangent of one source leaves the other source fixed."""
     layer = nn.Identity()
     x, y = torch.randn(2, 2, 5, 4, dtype=torch.float64)
     forward_pass = ForwardPass(lambda a, b: layer(a.exp() * b + (b @ b.mT) @ a), (x, y), (), [layer])
@@ -166,13 +166,13 @@ def write_under_an_alias(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [write_through_a_view, write_to_what_was_read, write_under_an_alias])
 def test_refuses_what_it_cannot_follow(function) -> None:
-    """Writing in place is either followed rightly or refused, never followed wrongly."""
+    """Writing in place is followed correctly or refused."""
     with pytest.raises(NotLinearizableError, match="in place"):
         linearized(function, torch.randn(2, 5, 4, dtype=torch.float64))
 
 
 def test_operator_that_fails_in_forward_mode() -> None:
-    """PyTorch's own error, such as that of a fill of an expanded tensor, is the reason given."""
+    """PyTorch's own error, here for a fill of an expanded tensor, is given as the reason."""
     with pytest.raises(NotLinearizableError, match="masked_fill has no forward derivative: unsupported"):
         linearized(
             lambda x: x[..., None].expand(2, 5, 4, 3).masked_fill(MASK[..., None], 0).sum(-1),
@@ -182,7 +182,7 @@ def test_operator_that_fails_in_forward_mode() -> None:
 
 @pytest.mark.parametrize("name", ["Mamba2", "Llama 4"])
 def test_models_with_unusual_operators(name: str) -> None:
-    """The default mode is the reverse mode, or another that gives the same."""
+    """The default mode is the reverse mode, or agrees with it."""
     torch.manual_seed(0)
     if name == "Mamba2":
         config = transformers.Mamba2Config(
@@ -208,14 +208,14 @@ def test_models_with_unusual_operators(name: str) -> None:
 
 
 def test_flops_of_a_linear_layer() -> None:
-    """Two operations for each weight and position, and none for what leads nowhere."""
+    """It has two operations for each weight and position; what leads to no target has none."""
     x = torch.randn(2, 5, 4, dtype=torch.float64)
     derivative = linearized(lambda v: (v @ W @ W, F.linear(v, W, B))[1], x)
     assert derivative.flops() == 2 * 10 * 16
 
 
 def test_recorder_leaves_unrelated_operators_out() -> None:
-    """What depends on no source is not recorded."""
+    """Operators that depend on no source are not recorded."""
     with torch.no_grad(), Recorder() as recorder:
         x = torch.randn(2, 5, 4)
         recorder.mark_source(x)

@@ -35,7 +35,7 @@ LIBRARY.impl("double", lambda x: 2 * x, "CPU")
 
 
 class Residual(nn.Module):
-    """Adds a function of its input, after a mixing of tokens, to its input."""
+    """Adds to its input a function of it, after a mixing of tokens."""
 
     def __init__(self, function) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ LOST = {
 @pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.mark.parametrize("name", LOST)
 def test_losses_are_refused(name: str, options: dict) -> None:
-    """In every mode, by the name of the operator, though other paths have their derivatives."""
+    """They are refused in every mode with the operator's name, although other paths have derivatives."""
     function, operator = LOST[name]
     model = Residual(function)
     x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -130,7 +130,7 @@ SELECTIONS = {
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_selections_are_right(name: str) -> None:
-    """Masks, indices and shapes stay as they are: all modes give the same."""
+    """Masks, indices and shapes stay fixed: all modes give the same."""
     model = Residual(SELECTIONS[name]).double()
     x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1)).double()
     global WEIGHT
@@ -153,7 +153,7 @@ def test_selections_are_right(name: str) -> None:
     ids=["detach", "no_grad", "data", "elsewhere", "mask"],
 )
 def test_stops_are_respected(function, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """What the author of a model holds fixed is constant, and the log says so."""
+    """Values that a model detaches are constant, and the log says so."""
     model = Residual(function)
     x = torch.randn(1, 4, 8)
     with caplog.at_level(logging.WARNING):
@@ -165,7 +165,7 @@ def test_stops_are_respected(function, warned: bool, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize("options", [{}, {"mode": "reverse"}, {"n_probes": 3}, {"target": "layer"}], ids=str)
 @pytest.mark.parametrize("layers", ["all", "one"])
 def test_quantized_models(layers: str, options: dict, adapter: str) -> None:
-    """Models with int8 layers are refused by both adapters, where these layers are on the way."""
+    """Models with int8 layers on the way are refused by both adapters."""
     one = {"encoder.layer.0.intermediate.dense": torch.ao.quantization.default_dynamic_qconfig}
     model = torch.ao.quantization.quantize_dynamic(
         tiny_bert(BertModel).float(), {nn.Linear} if layers == "all" else one

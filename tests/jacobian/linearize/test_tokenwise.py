@@ -1,4 +1,4 @@
-"""Segments between attentions collapsed into one Jacobian per token: the same tangents, fewer operations."""
+"""Token-wise segments collapsed into one Jacobian a token: the same tangents with fewer operations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def derivative(name: str, batch: int = 1) -> WindowedLinearization:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_collapsed_tangents_are_those_of_the_whole(name: str, batch: int) -> None:
-    """For every target, from the first token and from one in the middle."""
+    """Tangents of the first token and of middle ones are right for every target."""
     found = derivative(name, batch)
     found.prepare(10**6)
     assert len(found.collapsed) == SEGMENTS[name]
@@ -69,7 +69,7 @@ def test_operations_saved(name: str) -> None:
 
 
 def test_few_tangents_are_not_worth_it() -> None:
-    """Nothing is collapsed for fewer tangents than the Jacobians themselves need."""
+    """Nothing is collapsed for fewer tangents than the Jacobians themselves take."""
     found = derivative("BERT")
     found.prepare(WIDTH // 2)
     assert not found.collapsed
@@ -86,7 +86,7 @@ def test_gain_counts_reading() -> None:
 
 
 def test_target_inside() -> None:
-    """A segment that something else reads is not replaced as a whole."""
+    """A segment with a variable that is read elsewhere is not replaced as a whole."""
     found = derivative("BERT")
     inner = segments(found.whole.calls, found.whole.shapes, LENGTH, found.whole.targets)
     added = inner[1].calls[-2].outputs[0]  # before the last normalisation
@@ -110,7 +110,7 @@ class Mixer(nn.Module):
 
 
 def test_mixing_segment_is_refused() -> None:
-    """Random tangents detect a segment that looks token-wise and is not; the result stays right."""
+    """Random tangents detect a segment that only looks token-wise; the result stays right."""
     torch.manual_seed(0)
     model = Mixer().double()
     x = torch.randn(1, LENGTH, LENGTH, dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_widest_tangent_of_collapsed(minilm) -> None:
     ("row", "token"), [((0, 0), (0, 5)), ((0, 3), (0, 1)), ((0, 2), (1, 2)), ((1, 4), (0, 0))]
 )
 def test_a_single_leak_is_found(row: tuple[int, int], token: tuple[int, int]) -> None:
-    """From any token of any example to any other, however small."""
+    """A leak from any token of any example to any other is found, however small."""
 
     def push(stack: Tensor) -> Tensor:
         out = stack.clone()
@@ -154,7 +154,7 @@ def test_a_single_leak_is_found(row: tuple[int, int], token: tuple[int, int]) ->
 
 
 class Shifted(nn.Module):
-    """Attention, a normalisation that blows up one token, a feed-forward part and a small shift."""
+    """Attention, a normalisation that inflates one token, a feed-forward part and a small shift."""
 
     def __init__(self, shift: float) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shift", [1.0, 0.01])
 def test_a_shift_of_tokens_is_not_token_wise(dtype: torch.dtype, shift: float) -> None:
-    """The shift is detected beside a token with large values and in half precision."""
+    """The shift is detected next to a token with large values, and in half precision."""
     model = Shifted(shift).to(dtype)
     x = torch.randn(1, 12, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
     hta = HiddenTokenAttribution(model, model.out, model.embed)

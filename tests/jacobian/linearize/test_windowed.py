@@ -1,4 +1,4 @@
-"""Tangents carried at the positions that move alone: the same numbers for less work."""
+"""Tangents stored only where they can differ from zero: the same numbers with less work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def windowed(name: str, batch: int = 1, kernel: str = "eager") -> WindowedLinear
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "Qwen3"])
 def test_causal_models_are_narrowed(name: str, kernel: str, batch: int) -> None:
-    """Each target's tangents are those of the whole, at about half of the work."""
+    """Each target's tangents equal those without windows, for about half of the work."""
     found = windowed(name, batch, kernel)
     assert found.causal
     assert found.flops(found.whole.targets[-1]) < 0.6 * found.whole.flops(found.whole.targets[-1])
@@ -52,7 +52,7 @@ def test_causal_models_are_narrowed(name: str, kernel: str, batch: int) -> None:
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_causal_contributions_equal_autograd(name: str) -> None:
-    """By the forward mode, against one backward pass for each component; zero above the diagonal."""
+    """Forward mode matches one backward pass for each component, and is zero above the diagonal."""
     model, heads, source = decoder(name)
     ids = torch.randint(5, 60, (1, 5))
     found = HiddenTokenAttribution(model, heads[1], source, num_heads=4).attribute(
@@ -74,7 +74,7 @@ def test_causal_contributions_equal_autograd(name: str) -> None:
 
 
 def test_projections_of_the_first_block_are_narrowed(bert) -> None:
-    """In an encoder only what comes before the first mixing of positions is saved."""
+    """In encoders, work is saved only before positions are mixed for the first time."""
     batch = bert.batch([bert.encode("one two three four five six")])
     forward_pass = ForwardPass(bert.forward, batch.inputs, batch.extra, [bert.target(1)], bert.source(1))
     derivative, *_ = forward_pass.linearize()
@@ -95,7 +95,7 @@ def test_window_of_merged_axes() -> None:
 
 
 class Attention(nn.Module):
-    """Attention with a mask that is added, on a residual stream that outweighs it."""
+    """Attention with an additive mask, on a residual stream that outweighs it."""
 
     def __init__(self, mask: Tensor, gain: Tensor | float = 1.0) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def soft(length: int, value: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_soft_mask_is_not_causal(dtype: torch.dtype) -> None:
-    """However small what later tokens give is beside the rest, and however short the type of numbers."""
+    """Small contributions of later tokens are found, in every dtype."""
     model = Attention(soft(12, -4.0)).to(dtype)
     x = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     hta = HiddenTokenAttribution(model, model.out, model.embed)
@@ -132,7 +132,7 @@ def test_a_soft_mask_is_not_causal(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("gain", [1e4, 1e8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_dominant_token_hides_nothing(dtype: torch.dtype, gain: float) -> None:
-    """One token with an output many times as large as the others'."""
+    """A token with an output many times larger than the others does not hide them."""
     scale = torch.ones(12, 1, dtype=dtype)
     scale[-1] = gain
     model = Attention(torch.zeros(12, 12), scale).to(dtype)
