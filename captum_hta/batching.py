@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from captum_hta.model.encoding import Encoding
 
 BATCH_TOKENS = 1024
-"""Most positions of a batch, including padding. Matrices are then so large that more gain nothing."""
+"""Largest number of positions in a batch, including padding; larger matrices are no faster."""
 
 PADDING_SHARE = 1 / 8
 """Largest share of a batch that may be padding."""
 
 GROUP = 4
-"""Texts of a corpus that are attributed together; few, so that progress is even."""
+"""Number of texts of a corpus that are attributed together; small, so that progress is even."""
 
 
 def batches_of(encodings: Sequence[Encoding]) -> Iterator[list[int]]:
-    """Batches of row numbers: texts of similar lengths and one regime, images of one size."""
+    """Row numbers of each batch: texts of similar lengths and the same regime, or images of one size."""
     sizes: dict[object, list[int]] = {}
     for row, encoding in enumerate(encodings):
         shape = None if encoding.content is None else encoding.content.shape
@@ -28,7 +28,7 @@ def batches_of(encodings: Sequence[Encoding]) -> Iterator[list[int]]:
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Batches of row numbers for sequences of these lengths, the shortest first.
+    """Row numbers of each batch of sequences with these lengths, the shortest first.
 
     A batch has at most :data:`BATCH_TOKENS` positions, of which at most :data:`PADDING_SHARE` are padding.
     """
@@ -45,7 +45,7 @@ def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Row numbers of texts of similar lengths, :data:`GROUP` at a time."""
+    """Row numbers of at most :data:`GROUP` texts of similar lengths at a time."""
     for rows in batches(lengths):
         for start in range(0, len(rows), GROUP):
             yield rows[start : start + GROUP]

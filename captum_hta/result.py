@@ -16,6 +16,7 @@ REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
 """How the values of the pieces of a word are combined, with PyTorch's name of each reduction."""
 
 EPSILON = torch.finfo(torch.float64).eps
+"""Shares are kept this far from 0 and 1, where their logits are infinite."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,8 +108,7 @@ class Contributions:
             -1, *(1,) * (self.values.dim() - 1)
         )
         share, error = self.values.double(), self.standard_error.double()
-        tiny = torch.finfo(torch.float64).eps
-        centre = share.clamp(tiny, 1 - tiny)
+        centre = share.clamp(EPSILON, 1 - EPSILON)
         half = quantiles * error / (centre * (1 - centre))
         low, high = (
             torch.where(error > 0, (centre.logit() + side * half).sigmoid(), share).to(self.values.dtype)

@@ -13,14 +13,14 @@ from captum_hta.model.protocol import Model, Reader, check_model
 logger = logging.getLogger(__name__)
 
 CHARACTERS = 64
-"""Most characters of a token, on average over a text."""
+"""Largest number of characters a token, on average over a text."""
 
 LONGEST = 131072
-"""Most tokens of a text, also where a model has no limit of its own."""
+"""Largest number of tokens of a text for models without a limit."""
 
 
 def listed(model: Model, texts: object) -> list[Any]:
-    """One text or several, whatever the model reads, as a list.
+    """One or several texts, images or audio clips, as a list.
 
     Raises:
         ValueError: If there is none.
@@ -60,10 +60,10 @@ def _is_one_text(reader: Reader, texts: object) -> bool:
 
 
 def encoded(model: Model, text: object, number: int, truncation: bool = False) -> Encoding:
-    """A text as the model reads it.
+    """Encode a text.
 
     Args:
-        model: The model.
+        model: The model that reads it.
         text: The text.
         number: The number of the text, for error messages.
         truncation: Cut a text that is longer than the model reads.

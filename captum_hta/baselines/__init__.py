@@ -1,4 +1,4 @@
-"""Methods that people use in the place of contributions, on the same axes.
+"""Methods that people use in place of contributions, on the same axes.
 
 Each is an attribution object over a model: ``Baseline(model).attribute(texts)`` gives
 ``[batch, layer, head, query, key]``, without the axes that the method does not have, padded with NaN.

@@ -45,8 +45,8 @@ class Baseline(ABC):
             texts: Texts, or pairs of texts.
 
         Returns:
-            Values with the axes in :attr:`axes`, padded with NaN. A text's values do not depend on the texts
-            beside it.
+            Values with the axes in :attr:`axes`, padded with NaN. A text's values do not depend on the other
+            texts.
 
         Raises:
             ValueError: If a text cannot be read, its activations are not finite, or the model lacks what the
@@ -60,13 +60,13 @@ class Baseline(ABC):
 
     def _checked_values(self, row: int, encoding: Encoding) -> Tensor:
         activations = Activations(self.model, self.model.batch([encoding]), f"text {row}")
-        _ = activations.pattern  # which a model refuses to show while a dropout is active
+        _ = activations.pattern  # raises while a dropout is active
         values = self.values(activations)
         activations.finite(f"values of {self.name!r}", self.defined(values))
         return values
 
     def defined(self, values: Tensor) -> Tensor:
-        """Those values of one text that must be numbers; by default all."""
+        """The values of one text that must be finite; by default all."""
         return values
 
     @abstractmethod

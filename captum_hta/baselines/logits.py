@@ -246,7 +246,7 @@ class EmbeddingBaseline(LogitBaseline):
         """The attribution to each component of ``x``, ``[1, token, width]``."""
 
     def summary(self, components: Tensor) -> Tensor:
-        """One number a token: the sum over components, which keeps attributions complete."""
+        """One number for each token: the sum over components, which keeps attributions complete."""
         return components.sum(-1)
 
 

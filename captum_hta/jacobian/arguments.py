@@ -1,6 +1,6 @@
-"""Checks of single arguments, each of which names the argument and what it may be.
+"""Checks of single arguments, whose errors name the argument and its valid values.
 
-NumPy's and PyTorch's numbers are taken as Python's; a truth value is no number.
+Numbers of NumPy and PyTorch count as Python's; a truth value is not a number.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def integer(name: str, value: object) -> int:
     """An integer.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not an integer.
     """
     if not is_integer(value):
         raise TypeError(f"{name} must be an int, got {value!r}")
@@ -70,7 +70,7 @@ def optional_count(name: str, value: object) -> int | None:
 
     Raises:
         ValueError: If it is another number.
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
     """
     if value is None:
         return None
@@ -85,7 +85,7 @@ def optional_positive(name: str, value: object) -> float | None:
 
     Raises:
         ValueError: If it is another number.
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
     """
     if value is None:
         return None
@@ -101,7 +101,7 @@ def check_modules(layer: object, source_layer: object) -> None:
     """Check the target modules, and the source module if there is one.
 
     Raises:
-        TypeError: If one is no module.
+        TypeError: If one is not a module.
     """
     layers = layer if isinstance(layer, list | tuple) else [layer]
     if not layers or not all(isinstance(item, Module) for item in layers):
@@ -111,11 +111,11 @@ def check_modules(layer: object, source_layer: object) -> None:
 
 
 def check_devices(device_ids: object) -> None:
-    """Check that at most one device is named, which there is.
+    """Check that at most one device is named, and that it exists.
 
     Raises:
-        ValueError: If there are several, or there is no such device.
-        TypeError: If they are no list of ints.
+        ValueError: If there are several, or the device does not exist.
+        TypeError: If they are not a list of ints.
     """
     if device_ids is None:
         return
@@ -137,8 +137,8 @@ def check_inputs(inputs: Sequence[object], has_source_layer: bool, batch_dim: in
     """Check what a model is called with.
 
     Raises:
-        ValueError: If there is no example, or the tensors are no sources and there is no source layer.
-        TypeError: If an input is no tensor, or a source has no derivative.
+        ValueError: If there is no example, or there is no source layer and a tensor cannot be a source.
+        TypeError: If an input is not a tensor, or a source has no derivative.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if len(tensors) < len(inputs):

@@ -82,7 +82,7 @@ def layers_of(model: Model, layers: object) -> list[int]:
 
     Raises:
         ValueError: If the model has no such layer, none is named, or one is named twice.
-        TypeError: If they are no ints.
+        TypeError: If they are not ints.
     """
     return list(_layers(model.num_layers, layers, 0, model.name))
 

@@ -1,7 +1,7 @@
-"""Whether the examples of a batch are independent: all are carried at once, each for itself.
+"""A check that the examples of a batch are independent, since all are carried at once.
 
-Any two examples are in different halves of the batch in one of a few ways to halve it. A change of one half
-must leave exactly nothing in the other.
+The batch is halved in a few ways, so that any two examples are in different halves at least once. A change
+of one half must have exactly no effect on the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known of the heads in a module's output: those of PyTorch's attention, and of TransformerLens."""
+"""The heads in a module's output, known for PyTorch's attention and for hook points of TransformerLens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 
 
 def known_heads(forward_func: Callable[..., object], module: Module) -> int | None:
-    """The number of heads that a hook point of TransformerLens holds side by side, by its model's ``cfg``.
+    """The number of heads in a hook point of TransformerLens, from the ``cfg`` of its model.
 
     Returns:
         The number; ``None`` for any other module, and where ``forward_func`` is not the model.
@@ -47,11 +47,11 @@ def refuse_mixed_heads(name: str, module: Module) -> None:
 
 
 class HeadOutputs(TorchFunctionMode):
-    """Shows the outputs of the heads inside PyTorch's ``MultiheadAttention``, before its output projection.
+    """Reads the outputs of the heads inside PyTorch's ``MultiheadAttention``, before its output projection.
 
-    Within the context the projection is taken out of ``multi_head_attention_forward`` and done afterwards, so
-    that what comes between is there to be read. The mode belongs to one thread, and the module's fast path,
-    which shows nothing, gives way to it.
+    Within the context the projection is taken out of ``multi_head_attention_forward`` and applied afterwards,
+    so that its input can be read. The mode belongs to one thread, and turns off the module's fast path, which
+    would bypass it.
 
     Args:
         keep: Called with a module and the outputs of its heads ``[batch, position, head, d_head]``.

@@ -37,8 +37,8 @@ if hasattr(os, "register_at_fork"):
 def matmul_precision(precision: str) -> Iterator[None]:
     """The precision of float32 matrix products, as it was before on any exit.
 
-    The setting is the process's, so one thread at a time is let in. That also keeps apart derivatives in
-    forward mode, whose levels PyTorch counts for the process.
+    The setting is the process's, so only one thread at a time may enter. That also separates derivatives
+    in forward mode, whose levels PyTorch counts for the whole process.
 
     Raises:
         ValueError: If ``precision`` is not ``"highest"``, ``"high"`` or ``"medium"``.

@@ -1,4 +1,4 @@
-"""Random numbers of a model's forward pass, drawn beside those of the process."""
+"""Random numbers for a model's forward pass that leave the generators of the process as they are."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from captum_hta.jacobian.torch_internals import (
 
 
 class OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch gives it no types
-    """Lets a forward pass draw from generators of its own, which begin where those of the process are.
+    """Lets a forward pass draw from its own generators, which start in the state of those of the process.
 
-    The process's generators stay as they are. Rewinding them afterwards instead would also take back what
-    other threads have drawn in the meantime, so that they would draw it again.
+    Rewinding those of the process afterwards would also take back what other threads have drawn in the
+    meantime, so that they would draw it again.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from captum_hta.model.sites import observed
 
 @dataclass(frozen=True)
 class Activations:
-    """What a model computes for one text. Each property is found on first use, in at least single precision.
+    """What a model computes for one text, in at least single precision. Properties are computed on first use.
 
     Attributes:
         model: The model.
@@ -82,10 +82,10 @@ class Activations:
         return self.finite("hidden embeddings", promoted(hidden))
 
     def finite(self, what: str, value: Tensor) -> Tensor:
-        """The value itself.
+        """Return a value after checking that it is finite.
 
         Raises:
-            ValueError: If it holds an infinite number or NaN; names the text.
+            ValueError: If it holds an infinite number or NaN; the error names the text.
         """
         if not value.isfinite().all():
             raise ValueError(

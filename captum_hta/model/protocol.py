@@ -18,7 +18,7 @@ from captum_hta.model.size import Size
 
 @dataclass(frozen=True)
 class Check:
-    """One check that an adapter made of itself.
+    """One check that an adapter ran on itself when it was loaded.
 
     Attributes:
         name: What was checked.

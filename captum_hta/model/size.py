@@ -41,7 +41,7 @@ class Size:
         return 2.0 * tokens * self.width * out
 
     def attention(self, tokens: int) -> float:
-        """FLOPs of scores and values for one tangent, where both factors of each product have one."""
+        """FLOPs of scores and values for one tangent, where both factors of each product carry one."""
         return 8.0 * tokens**2 * self._d_head * self.heads
 
     def output(self, tokens: int) -> float:

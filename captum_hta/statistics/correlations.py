@@ -1,4 +1,4 @@
-"""Correlations and other agreement of rows of attention and contributions."""
+"""Correlations and other measures of agreement between rows of attention and contributions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from scipy import stats
 from scipy.spatial import distance
 
 Array = NDArray[np.float64]
-
-
 ROUNDING = 1e-12
-
-
+"""Rows whose values differ relatively by less than this are constant."""
 SHORTEST_ROW = 3
-"""A correlation of fewer tokens than these is always 1 or -1, or undefined."""
+"""Correlations of fewer tokens are always 1, -1 or undefined."""
 
 
 def row_correlations(first: Array, second: Array) -> tuple[Array, Array]:
@@ -85,7 +82,7 @@ def reached(attended: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def rows_alike(seen: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Rows of ``seen``, ``[row, key]``, that have their true keys in common, and these keys."""
+    """Numbers of the rows of ``seen``, ``[row, key]``, with the same true keys, and these keys."""
     masks, which = np.unique(seen, axis=0, return_inverse=True)
     for number, mask in enumerate(masks):
         yield np.flatnonzero(which.ravel() == number), np.flatnonzero(mask)
@@ -124,7 +121,7 @@ def row_agreement(first: Array, second: Array, top: int = 3) -> dict[str, Array]
 
 
 MEASURES = ("pearson", "spearman", "kendall", "top_overlap", "jensen_shannon")
-"""What :func:`row_agreement` gives."""
+"""The measures of :func:`row_agreement`."""
 
 
 def _kendall(first: Array, second: Array) -> Array:

@@ -58,7 +58,7 @@ def _generic(call: Call) -> Push:
         out: Output = torch.func.vmap(lambda *t: torch.func.jvp(call.apply, primals, t)[1])(*filled)
         return out
 
-    with torch.no_grad():  # an error shows now that there is no derivative
+    with torch.no_grad():  # raises now if there is no derivative
         push(*(primal.new_zeros(1, *primal.shape) for primal in primals))
     return push
 
@@ -103,7 +103,7 @@ def outer(rows: Tensor) -> Tensor:
 
 
 def _view(call: Call) -> Push:
-    """Reshape; the trailing axes that hold equally many elements before and after stay behind ``n``."""
+    """Reshape; the trailing axes that hold equally many elements before and after stay after ``n``."""
     if isinstance(call.args[1], torch.dtype):
         return _generic(call)
     before, shape = call.args[0].shape, call.shape

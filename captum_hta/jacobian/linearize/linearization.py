@@ -28,7 +28,7 @@ class Linearization:
     Args:
         calls: The recorded operators of a complete forward pass.
         shapes: The shape of every variable.
-        sources: The variables that tangents enter at.
+        sources: The variables at which tangents enter.
         targets: The variables whose tangents are wanted.
 
     Raises:

@@ -50,7 +50,7 @@ WITHOUT_DERIVATIVE = ("WarnNotImplemented", "NotImplemented")
 
 
 MISSING_FORMULAS = ("no autograd formula was registered", "is not implemented", "is not differentiable")
-"""What autograd says of an operator without a derivative when it gets to it."""
+"""How autograd's errors describe an operator without a derivative."""
 
 
 class LostDerivativeError(ValueError):
@@ -94,7 +94,7 @@ class Dependence:
         recorded: Whether autograd should have attached a graph to it.
         attached: Whether it has been seen with an autograd graph.
         lost: The first loss on the way.
-        pending: A loss while autograd was not recording: a custom backward function makes up for it.
+        pending: A loss while autograd was not recording: a custom backward function may make up for it.
         stopped: Whether a value on the way was detached from the graph on purpose.
     """
 
@@ -166,7 +166,7 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
                 yield tensor, found
 
     def _read(self, tensor: Tensor, recording: bool) -> Dependence | None:
-        """The dependence of a value that is read, updated by what its autograd graph tells."""
+        """The dependence of a value that is read, updated from its autograd graph."""
         where = storage_identity(tensor) if _has_storage(tensor) else None
         if where is None or where not in self._known:
             return None
@@ -180,7 +180,7 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
 
 
 def _attached(tensor: Tensor, found: Dependence, recording: bool) -> Dependence:
-    """The dependence of a value with a graph: an operator without a derivative leaves a node that says so."""
+    """The dependence of a value with a graph, in which operators without a derivative leave special nodes."""
     node = "" if tensor.grad_fn is None else tensor.grad_fn.name()
     if node.rpartition("::")[2].startswith(WITHOUT_DERIVATIVE):
         found = replace(found, lost=found.lost or found.producer)
@@ -223,7 +223,7 @@ def _combined(
 def _numbers(
     name: str, out: Tensor, read: Sequence[tuple[Tensor, Dependence]]
 ) -> list[tuple[Tensor, Dependence]]:
-    """What was read as numbers that go into an output, not as masks, as indices or in a comparison."""
+    """The values that enter an output as numbers, not as masks, as indices or in a comparison."""
     if out.dtype == torch.bool:
         return []
     if not _is_real(out) and not out.is_quantized and name not in CASTS:
@@ -244,7 +244,7 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _reads_no_values(name: str) -> bool:
-    """Whether an operator reads the shape and dtype of a tensor alone."""
+    """Whether an operator reads only the shape and dtype of a tensor."""
     return name.endswith("_like") or name.startswith("new_")
 
 

@@ -1,4 +1,4 @@
-"""What a forward pass does to the tensors that depend on a source, as a list of operators.
+"""A forward pass as a list of the operators that depend on a source.
 
 A :class:`Recorder` sees the ATen operators below autograd, so it works for any model in eager PyTorch.
 """
@@ -57,10 +57,10 @@ class Call:
         argument_indices: The indices in ``flat`` of the arguments that carry a tangent.
         inputs: The variable of each of those arguments.
         outputs: The variable of each output tensor.
-        shape, dtype: Those of the first output.
+        shape, dtype: Shape and dtype of the first output.
         versions: Tensors among the arguments with their version counters, which show later changes in place.
-        rule: Takes the place of the operator's own JVP rule.
-        flops: Takes the place of the operator's own count of operations.
+        rule: Replaces the operator's own JVP rule.
+        flops: Replaces the operator's own count of operations.
     """
 
     function: Operator
@@ -78,14 +78,12 @@ class Call:
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments."""
-        args: tuple[Any, ...] = tree_unflatten(self.flat, self.spec)[0]
-        return args
+        return tuple(tree_unflatten(self.flat, self.spec)[0])
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments."""
-        kwargs: dict[str, Any] = tree_unflatten(self.flat, self.spec)[1]
-        return kwargs
+        return dict(tree_unflatten(self.flat, self.spec)[1])
 
     @property
     def primals(self) -> tuple[Tensor, ...]:
@@ -123,7 +121,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch g
         self.shapes: list[tuple[int, ...]] = []
 
     def mark_source(self, tensor: Tensor) -> int:
-        """Make ``tensor`` a variable that tangents enter at."""
+        """Make ``tensor`` a variable at which tangents enter."""
         return self._bind(tensor)
 
     def variable(self, tensor: Tensor) -> int | None:
@@ -214,7 +212,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch g
 
 
 def refuse_batch_statistics(model: Module) -> None:
-    """Check before the forward pass, which would change running statistics, that there are none to change.
+    """Check that a forward pass would not change running statistics.
 
     Raises:
         ValueError: If a batch normalisation is in training mode.
@@ -225,7 +223,7 @@ def refuse_batch_statistics(model: Module) -> None:
 
 
 def refuse_training(function: Operator, args: Arguments) -> None:
-    """Check that an operator is not one of training mode.
+    """Check that an operator does not belong to training mode.
 
     Raises:
         ValueError: If it belongs to an active dropout, or to a batch normalisation that takes the statistics

@@ -37,7 +37,7 @@ COLLAPSED_MEMORY = 0.5
 
 @dataclass(frozen=True)
 class Segment:
-    """Operators between two variables ``[batch, position, width]`` that nothing else reads from.
+    """Operators between two variables ``[batch, position, width]``, between which nothing else reads.
 
     Attributes:
         calls: The operators, in order of execution.
@@ -96,8 +96,8 @@ def segments(
 ) -> list[Segment]:
     """Disjoint segments that a product with a Jacobian could replace for fewer operations.
 
-    They are candidates by the shapes and the flow of their variables; :func:`token_jacobians` checks that
-    they are token-wise.
+    They are candidates judged by the shapes and the flow of their variables; :func:`token_jacobians` checks
+    that they are token-wise.
 
     Args:
         calls: The operators between sources and targets.
@@ -206,7 +206,7 @@ def first_products(calls: Iterable[Call], entry: int) -> list[Call]:
 
 
 def _may_be_tokenwise(call: Call) -> bool:
-    """Whether an operator is not a product of attention, and real."""
+    """Whether an operator is real and not a matrix product of attention."""
     is_complex = call.dtype.is_complex or any(primal.is_complex() for primal in call.primals)
     return call.name not in ("bmm", "baddbmm") and not is_complex
 
@@ -323,7 +323,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def collapsed(calls: Sequence[Call], rules: Sequence[tuple[Segment, TokenJacobians | None]]) -> list[Call]:
-    """The operators with each segment replaced by a single one, in the place of its last.
+    """The operators with each segment replaced by a single operator, in the place of its last.
 
     A segment whose rule is ``None`` can be counted, but not run.
     """

@@ -107,7 +107,7 @@ class WindowedLinearization:
         return max((numel(call.shape) for call in calls), default=0)
 
     def prepare(self, count: int) -> None:
-        """Collapse the segments for which that pays off with ``count`` more tangents."""
+        """Collapse the segments that are worth it for ``count`` more tangents."""
         fresh = [segment for segment in self._worthwhile(count) if segment.exit not in self._collapsed]
         for segment in fresh:
             rule = token_jacobians(segment, self.whole.shapes)
@@ -230,7 +230,7 @@ class WindowedLinearization:
                 self._cache.clear()
 
     def _proven(self) -> bool:
-        """Whether random tangents are zero outside the windows, and come out the same through them.
+        """Whether random tangents are zero outside the windows, and are the same when pushed through them.
 
         All windows of a causal model are tried, since a mask may be causal at some tokens only. For the first
         projections of an encoder, which have no mask, the middle window is enough.
