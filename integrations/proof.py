@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta.integrations.conditions import relative_error, tolerance
+from captum_hta.integrations.conditions import heads_error, relative_error, tolerance
 from captum_hta.jacobian.closed_form import attention_energies
 from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forward_pass import ForwardPass
@@ -165,10 +165,14 @@ class Proof:
         self.require(error < 1e-2, "patterns sum to 1", what, f"off by {error:.1e}")
         if value is None:
             return
-        given = (pattern @ value.float()).transpose(1, 2).flatten(2)
-        error = ((given - z.flatten(2)).abs().max() / z.abs().max()).item()
+        error = heads_error(self.attention[self.layer].pattern, value, z, self.batch.mask)
         what = f"patterns times values are off the heads' outputs by {error:.2g}"
-        self.require(error < 2e-2, "patterns times values are the heads", what, f"off by {error:.1e}")
+        self.require(
+            error <= tolerance(self.model.dtype),
+            "patterns times values are the heads",
+            what,
+            f"off by {error:.1e}",
+        )
 
     def is_causal(self) -> bool:
         """Whether no query of any layer attends to a later key."""
