@@ -82,8 +82,8 @@ def contributions(
         seed: Seed of the probes.
         show_progress: Show a progress bar.
         mode: Force one of :data:`captum_hta.jacobian.plan.MODES`. Default: ``None``, the cheapest.
-        precision: Precision of float32 matrix products: ``"highest"``, ``"high"`` or ``"medium"``, as in
-            ``torch.set_float32_matmul_precision``.
+        precision: Precision of float32 matrix products; see
+            :meth:`captum_hta.HiddenTokenAttribution.attribute`.
         truncation: Cut texts that are longer than the model reads, and report it in ``cut``. Default:
             ``False``, they are an error.
         direction: Vectors :math:`v` in the space of the target, as :func:`captum_hta.logit_direction` returns

@@ -60,19 +60,16 @@ FAMILIES = {
     ),
     "RoBERTa": Family(
         _encoder("RobertaConfig", "RobertaModel", pad_token_id=0),
-        "encoder.layer.{}",
-        "attention.output.dense",
+        *BERT,
         bridge="RobertaForMaskedLM",
     ),
     "XLM-RoBERTa": Family(
         _encoder("XLMRobertaConfig", "XLMRobertaModel", pad_token_id=0),
-        "encoder.layer.{}",
-        "attention.output.dense",
+        *BERT,
     ),
     "ELECTRA": Family(
         _encoder("ElectraConfig", "ElectraModel", embedding_size=8),
-        "encoder.layer.{}",
-        "attention.output.dense",
+        *BERT,
     ),
     "ALBERT": Family(
         _encoder("AlbertConfig", "AlbertModel", embedding_size=8),
@@ -91,16 +88,14 @@ FAMILIES = {
     ),
     "DeBERTa": Family(
         _encoder("DebertaConfig", "DebertaModel", relative_attention=True, pos_att_type=["c2p", "p2c"]),
-        "encoder.layer.{}",
-        "attention.output.dense",
+        *BERT,
         closed_form=False,
         exact=False,
         note="disentangled scores",
     ),
     "DeBERTa v2": Family(
         _encoder("DebertaV2Config", "DebertaV2Model", relative_attention=True, pos_att_type=["c2p", "p2c"]),
-        "encoder.layer.{}",
-        "attention.output.dense",
+        *BERT,
         closed_form=False,
         note="disentangled scores",
     ),

@@ -143,11 +143,7 @@ class IntegratedAttention(SteppedBaseline):
 
     The values of a layer add up to the logit minus the logit without that layer's heads.
 
-    Args:
-        model: An adapter around a model with a head.
-        position: The token position of the logit, negative from the end.
-        token: The logit. Default: ``None``, the largest.
-        n_steps: Number of steps of the integral.
+    It takes the arguments of :class:`SteppedBaseline`.
 
     References:
         Hao et al., "Self-Attention Attribution: Interpreting Information Interactions Inside Transformer",
@@ -178,11 +174,7 @@ class AttentionConductance(SteppedBaseline):
     :math:`\sum_k \partial F / \partial a\, (a_{k+1} - a_k)` over Gauss-Legendre points of the path, as
     Captum's ``LayerConductance`` gives on the pattern.
 
-    Args:
-        model: An adapter around a model with a head.
-        position: The token position of the logit, negative from the end.
-        token: The logit. Default: ``None``, the largest.
-        n_steps: Number of steps along the path.
+    It takes the arguments of :class:`SteppedBaseline`.
 
     Raises:
         ValueError: From ``attribute``, also if the model is in half precision, whose rounding is larger than
@@ -288,11 +280,7 @@ class EmbeddingInputXGradient(EmbeddingBaseline):
 class EmbeddingIntegratedGradients(SteppedBaseline, EmbeddingBaseline):
     """Captum's ``IntegratedGradients``, from a zero embedding.
 
-    Args:
-        model: An adapter around a model with a head.
-        position: The token position of the logit, negative from the end.
-        token: The logit. Default: ``None``, the largest.
-        n_steps: Number of steps of the integral.
+    It takes the arguments of :class:`SteppedBaseline`.
 
     References:
         Sundararajan et al. 2017.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -112,8 +113,7 @@ def test_half_precision_is_accumulated_in_single() -> None:
     """bfloat16 factors give float32 energies."""
     _, factors = block("post-LN", False, False)
     whole = attention_energies(factors)
-    values = {name: getattr(factors, name) for name in factors.__dataclass_fields__}
-    half = {n: v.bfloat16() if isinstance(v, Tensor) else v for n, v in values.items()}
-    found = attention_energies(AttentionFactors(**half))
+    half = {name: value.bfloat16() for name, value in vars(factors).items() if isinstance(value, Tensor)}
+    found = attention_energies(replace(factors, **half))
     assert found.dtype == torch.float32
     assert (found - whole).abs().max() < 0.1 * whole.max()
