@@ -23,7 +23,7 @@ from captum_hta.jacobian.linearize.lost_derivatives import (
     named_losses,
 )
 from captum_hta.jacobian.linearize.recorder import Recorder, refuse_batch_statistics
-from captum_hta.jacobian.random_numbers import OwnRandomNumbers
+from captum_hta.jacobian.random_state import IsolatedRandomState
 from captum_hta.jacobian.torch_internals import tree_map
 from captum_hta.model.sites import (
     LastTarget,
@@ -185,7 +185,7 @@ class ForwardPass:
                 hooks.callback(self._hook_source(self.source, enter, sources).remove)
             hooks.callback(self._hook_sequence_first(sources).remove)
             self._hook_targets(found, sources, hooks)
-            hooks.enter_context(OwnRandomNumbers())
+            hooks.enter_context(IsolatedRandomState())
             with suppress(LastTarget):
                 self.forward_func(*inputs, *extra)
         for site in self.layers:

@@ -1,4 +1,4 @@
-"""Random numbers for a model's forward pass that leave the generators of the process as they are."""
+"""The random state of the process, kept as it is while a model's forward pass draws random numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from captum_hta.jacobian.torch_internals import (
 )
 
 
-class OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch gives it no types
+class IsolatedRandomState(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch gives it no types
     """Lets a forward pass draw from its own generators, which start in the state of those of the process.
 
     Rewinding those of the process afterwards would also take back what other threads have drawn in the
