@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +35,13 @@ Timed = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
-class _Question:
-    """A query, with its source and its targets."""
+class Question:
+    """A query, with its source and its targets.
+
+    Attributes:
+        query: The query.
+        ends: The source and the targets.
+    """
 
     query: Query
     ends: Endpoints
@@ -112,7 +116,7 @@ def contributions(
     texts = listed(model, texts)
     flag("show_progress", show_progress)
     flag("truncation", truncation)
-    question = _Question(
+    question = Question(
         Query(
             norm=norm,
             multiply_by_inputs=multiply_by_inputs,
@@ -135,7 +139,7 @@ def contributions(
 def jointly(
     model: Model,
     encodings: Sequence[Encoding],
-    asked: Mapping[str, Mapping[str, Any]],
+    questions: Mapping[str, Question],
     look: Look | None = None,
     timed: Timed = nullcontext,
 ) -> dict[str, Contributions]:
@@ -144,32 +148,21 @@ def jointly(
     Args:
         model: The model.
         encodings: Texts as the model reads them.
-        asked: For each result arguments of :func:`contributions`. Those that differ in ``target`` alone
-            share a sweep; all share the model's attention.
+        questions: A question for each result. Those that differ in ``target`` alone share a sweep; all share
+            the model's attention.
         look: Called with the numbers of the texts of each batch and the attention of every layer.
         timed: Called with the name of a part of the work, returns a context to do it in.
 
     Raises:
-        ValueError: As :func:`contributions`.
-        TypeError: As :func:`contributions`.
+        ValueError: If directions do not fit the targets, or activations of a text are not finite.
+        TypeError: If a direction is not a tensor.
     """
-    questions = {name: _question(model, **arguments) for name, arguments in asked.items()}
+    for question in questions.values():
+        _check_direction(model, question)
     return _Computation(model, encodings, questions, look=look, timed=timed).run()
 
 
-def _question(
-    model: Model,
-    source: str | int = "input",
-    target: str = "head",
-    layers: Sequence[int] | int | None = None,
-    **query: Any,
-) -> _Question:
-    question = _Question(Query(**query), endpoints_of(model, source, target, layers))
-    _check_direction(model, question)
-    return question
-
-
-def _check_direction(model: Model, question: _Question) -> None:
+def _check_direction(model: Model, question: Question) -> None:
     """Raise if directions do not fit the targets."""
     direction = question.query.direction
     if direction is None:
@@ -207,7 +200,7 @@ class _Computation:
 
     model: Model
     encodings: Sequence[Encoding]
-    questions: Mapping[str, _Question]
+    questions: Mapping[str, Question]
     advance: Callable[[int], object] = _ignore
     look: Look | None = None
     timed: Timed = nullcontext
@@ -254,7 +247,7 @@ class _Computation:
 class _Store:
     """The results of all batches, in the order of the texts."""
 
-    def __init__(self, model: Model, encodings: Sequence[Encoding], question: _Question) -> None:
+    def __init__(self, model: Model, encodings: Sequence[Encoding], question: Question) -> None:
         self.encodings, self.ends = encodings, question.ends
         self.norm, self.model = question.query.norm, model.name
         ends = question.ends
@@ -355,7 +348,7 @@ def _energies(
     batch: Batch,
     attention: list[Attention],
     streams: Sequence[tuple[int, ...]],
-    questions: Sequence[_Question],
+    questions: Sequence[Question],
 ) -> tuple[list[list[Energy]], list[Plan]]:
     """For each question the energies of its layers, and the plans that were followed. The questions differ
     only in their targets.
@@ -393,7 +386,7 @@ def _for_layers(query: Query, targets: Sequence[tuple[str, int]]) -> Query:
     return replace(query, direction=[direction[layer] if has_layers else direction for _, layer in targets])
 
 
-def _factors(attention: list[Attention], question: _Question) -> list[AttentionFactors] | None:
+def _factors(attention: list[Attention], question: Question) -> list[AttentionFactors] | None:
     """The factors of each layer's attention, where the closed form gives the result."""
     known = [attention[layer].factors for layer in question.ends.layers]
     factors = [one for one in known if one is not None]

@@ -18,9 +18,11 @@ from transformers import BertForMaskedLM, BertLMHeadModel
 
 from captum_hta import Contributions, HiddenTokenAttribution, contributions, load_model
 from captum_hta.batching import batches
-from captum_hta.computation import jointly
+from captum_hta.computation import Question, jointly
 from captum_hta.integrations import TransformerLensModel
+from captum_hta.jacobian.endpoints import endpoints_of
 from captum_hta.jacobian.norms import NORMS
+from captum_hta.jacobian.query import Query
 from captum_hta.model.encoding import Encoding
 
 SOURCES = ("input", "previous_layer")
@@ -560,13 +562,22 @@ def test_default_device(adapter: str, options: dict) -> None:
 # --- several questions about the same texts --------------------------------------------------------
 
 
+def question(
+    model: TransformerLensModel, source: str = "input", target: str = "head", **options: object
+) -> Question:
+    return Question(Query(**options), endpoints_of(model, source, target, None))
+
+
 def test_directions_that_print_alike_are_kept_apart(model: TransformerLensModel) -> None:
     """PyTorch abbreviates long tensors when it prints them; directions are compared in full."""
     directions = torch.ones(2, 2, 2, 4, dtype=torch.float64)
     directions[1, ..., 1] = -2
     with printing_only_the_edges():
         assert repr(directions[0]) == repr(directions[1])
-        asked = {name: {"direction": direction} for name, direction in zip("ab", directions, strict=True)}
+        asked = {
+            name: question(model, direction=direction)
+            for name, direction in zip("ab", directions, strict=True)
+        }
         found = jointly(model, [model.encode(PAIR)], asked)
     for name, direction in zip("ab", directions, strict=True):
         expected = contributions(model, [PAIR], direction=direction)
@@ -595,7 +606,8 @@ def test_targets_share_a_sweep(model: TransformerLensModel) -> None:
         yield
 
     asked = {"heads": {}, "hidden": {"target": "layer"}, "own": {"source": "previous_layer"}}
-    found = jointly(model, [model.encode(PAIR)], asked, timed=timed)
+    questions = {name: question(model, **options) for name, options in asked.items()}
+    found = jointly(model, [model.encode(PAIR)], questions, timed=timed)
     assert names == ["attention", "heads and hidden", "own"]
     for name, options in asked.items():
         expected = contributions(model, [PAIR], **options).values

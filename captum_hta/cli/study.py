@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from captum_hta.model.encoding import Text
     from captum_hta.model.protocol import Model
     from captum_hta.report.labelled_study import LabelledStudy
+    from captum_hta.study.record import RunRecord
     from captum_hta.study.run import Study
 
 FILES = ("*.csv", "*.png", "run.json", "report.html")
@@ -211,7 +212,7 @@ class StudyOptions:
             exclude_special=self.exclude_special,
         )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Those that decide the numbers."""
         return {name: value for name, value in asdict(self).items() if name != "device"}
 
@@ -291,13 +292,13 @@ class OneStudy:
             warn("stopped; the same command continues from the finished parts")
             raise SystemExit(STOPPED) from None
 
-    def _facts(self, model: Model, texts: list[Text]) -> dict[str, Any]:
+    def _facts(self, model: Model, texts: list[Text]) -> dict[str, object]:
         """What decides the numbers: a stopped study continues only if all of it is the same."""
         digest = hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
         own = {"model": model.fingerprint, "texts": digest, "version": __version__}
         return self.options.facts() | own
 
-    def _record(self, model: Model, corpus: Corpus, cut: int, found: Study, seconds: float) -> dict[str, Any]:
+    def _record(self, model: Model, corpus: Corpus, cut: int, found: Study, seconds: float) -> RunRecord:
         source, fields = self.pairing.source, self.pairing.fields
         data = {"data": str(source or "the shipped pairs"), "fields": ", ".join(fields) if fields else None}
         steps = {name: round(spent, 1) for name, spent in found.watch.seconds.items()}
@@ -315,7 +316,7 @@ class OneStudy:
             "bad_lines": [str(line) for line in corpus.bad],
         }  # fmt: skip
 
-    def _write(self, model: Model, found: Study, record: dict[str, Any]) -> LabelledStudy:
+    def _write(self, model: Model, found: Study, record: RunRecord) -> LabelledStudy:
         """Write the folder and print a summary."""
         from captum_hta.report import one_study
         from captum_hta.report.labelled_study import LabelledStudy

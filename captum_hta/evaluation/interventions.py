@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -262,7 +262,7 @@ def _head_outputs(
 ) -> Tensor:
     """Head outputs, ``[copy, layer, head, query, d_head]``."""
     model = activations.model
-    arguments: tuple[Any, ...] = activations.repeated(copies)
+    arguments: tuple[object, ...] = activations.repeated(copies)
     if ids is not None:
         arguments = (ids, *arguments[1:])
     targets = {str(layer): model.target(layer, "head") for layer in layers}

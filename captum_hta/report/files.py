@@ -7,7 +7,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -34,7 +33,7 @@ def csv_text(table: pd.DataFrame) -> str:
     return table.map(_as_text).to_csv(index=False)
 
 
-def _as_text(value: Any) -> Any:
+def _as_text(value: object) -> object:
     if not isinstance(value, str):
         return value
     text = value.replace("\r", r"\r")

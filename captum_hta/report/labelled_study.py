@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
+from captum_hta.study.record import RunRecord
 from captum_hta.study.run import Study
 
 
@@ -25,7 +25,7 @@ class LabelledStudy:
     label: str
     folder: str
     study: Study
-    record: dict[str, Any]
+    record: RunRecord
 
 
 def stacked(studies: Sequence[LabelledStudy], table: str) -> pd.DataFrame:

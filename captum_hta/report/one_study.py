@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from captum_hta.report.contents import FACTS, SECTIONS, SectionOf, lead
 from captum_hta.report.files import csv_text, images_of, versions, write_files
 from captum_hta.report.findings import found_in
 from captum_hta.report.page import Section, rendered
+from captum_hta.study.record import RunRecord
 from captum_hta.study.run import Study
 from captum_hta.views.names import QUANTITY_NAMES
 
 
 def write(
-    folder: Path, study: Study, record: Mapping[str, Any], sections: Sequence[SectionOf] = SECTIONS
+    folder: Path, study: Study, record: RunRecord, sections: Sequence[SectionOf] = SECTIONS
 ) -> list[Path]:
     """Write the tables, the figures, ``run.json`` and ``report.html`` of a study.
 
@@ -35,16 +35,15 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = [section for make in sections if (section := make(study)) is not None]
-    record = {**record, **_results(study)}
     images = images_of(made)
     texts = {f"{name}.csv": csv_text(table) for name, table in study.tables().items()} | {
-        "run.json": json.dumps(record, indent=2) + "\n",
+        "run.json": json.dumps({**record, **_results(study)}, indent=2) + "\n",
         "report.html": _page(study, made, images, record),
     }
     return write_files(folder, images, texts)
 
 
-def _results(study: Study) -> dict[str, Any]:
+def _results(study: Study) -> dict[str, object]:
     """What is added to the record of a run."""
     return study.record() | {
         "beside_the_paper": [one.record() for one in found_in(study)],
@@ -53,9 +52,7 @@ def _results(study: Study) -> dict[str, Any]:
     }
 
 
-def _page(
-    study: Study, sections: Sequence[Section], images: Mapping[str, bytes], record: Mapping[str, Any]
-) -> str:
+def _page(study: Study, sections: Sequence[Section], images: Mapping[str, bytes], record: RunRecord) -> str:
     return rendered(
         "one_study.html.jinja",
         sections,
@@ -67,14 +64,14 @@ def _page(
     )
 
 
-def _facts(study: Study, record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _facts(study: Study, record: RunRecord) -> dict[str, Mapping[str, object]]:
     """Settings and circumstances of the study in groups; empty groups are left out."""
-    groups = {
+    groups: dict[str, Mapping[str, object]] = {
         "Settings": record["arguments"],
         "Counts": record["counts"],
         **{title: facts(study) for title, facts in FACTS.items()},
         "Seconds": record.get("seconds", {}),
         "Modes": {QUANTITY_NAMES[source]: modes for source, modes in study.plans.items()},
-        "Versions": record["versions"],
+        "Versions": versions(),
     }
     return {title: values for title, values in groups.items() if values}

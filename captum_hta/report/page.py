@@ -6,7 +6,6 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -144,8 +143,8 @@ def rendered(
     template: str,
     sections: Sequence[Section],
     images: Mapping[str, bytes],
-    facts: Mapping[str, Mapping[str, Any]],
-    **more: Any,
+    facts: Mapping[str, Mapping[str, object]],
+    **more: object,
 ) -> str:
     """A page as HTML.
 
@@ -167,7 +166,7 @@ def rendered(
     return environment.get_template(template).render(sections=sections, images=encoded, facts=facts, **more)
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """A value of a record as text for readers."""
     if isinstance(value, bool):
         return "yes" if value else "no"

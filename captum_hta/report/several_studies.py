@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from captum_hta.report.contents import COMPARISONS, lead
 from captum_hta.report.files import csv_text, images_of, versions, write_files
@@ -35,7 +34,7 @@ def write(folder: Path, studies: Sequence[LabelledStudy]) -> list[Path]:
     return write_files(folder, images, tables | {"report.html": page})
 
 
-def _facts(studies: Sequence[LabelledStudy]) -> dict[str, dict[str, Any]]:
+def _facts(studies: Sequence[LabelledStudy]) -> dict[str, Mapping[str, object]]:
     """The settings that the studies share, and the data and accuracy of each."""
     own = ("data", "fields")
     shared = {name: value for name, value in studies[0].record["arguments"].items() if name not in own}

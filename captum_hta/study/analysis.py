@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -61,6 +61,10 @@ class Analysis(ABC):
     """What its arrays are called in the checkpoint of a study; no other analysis has the same."""
     needs: ClassVar[frozenset[Literal["hidden", "effective_attention"]]] = frozenset()
     """Optional fields of :class:`TextResult` that :meth:`add` reads."""
+    layer_columns: ClassVar[Mapping[str, str]] = {}
+    """Columns of :meth:`by_layer`, with their titles on the page, in order."""
+    layer_note: ClassVar[str] = ""
+    """How to read those columns, and their units."""
 
     def __init__(self, size: Dimensions) -> None:
         self.size = size
@@ -94,7 +98,7 @@ class Analysis(ABC):
         """Its columns of the table ``layers.csv``, indexed by ``layer``. Default: ``None``."""
         return None
 
-    def record(self) -> Mapping[str, Any]:
+    def record(self) -> Mapping[str, object]:
         """What it adds to ``run.json``. Default: nothing."""
         return {}
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-Array = NDArray[Any]
+StoredArray = NDArray[Any]
+"""An array of any dtype, as it is read from a file."""
 
 
 class OtherRunError(ValueError):
@@ -39,7 +40,7 @@ class Shards:
         OSError: If the folder cannot be written, or its settings cannot be read.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, facts: Mapping[str, object]) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         facts = json.loads(json.dumps(dict(facts)))
@@ -51,7 +52,7 @@ class Shards:
         elif known != facts:
             raise OtherRunError(_difference(folder, known, facts))
 
-    def _read_facts(self) -> dict[str, Any] | None:
+    def _read_facts(self) -> dict[str, object] | None:
         path = self.folder / "settings.json"
         if not path.exists():
             return None
@@ -71,14 +72,14 @@ class Shards:
     def __contains__(self, name: int | str) -> bool:
         return self._path(name).exists()
 
-    def write(self, name: int | str, arrays: Mapping[str, Array]) -> None:
+    def write(self, name: int | str, arrays: Mapping[str, StoredArray]) -> None:
         """Keep the arrays under that number or name."""
         contiguous = {key: np.asarray(array, order="C") for key, array in arrays.items()}
         path = self._path(name)
         header = {"run": self.digest, "name": path.name, "checksum": _checksum(contiguous)}
         write_whole(path, lambda part: save_file(contiguous, part, header))
 
-    def read(self, name: int | str) -> dict[str, Array]:
+    def read(self, name: int | str) -> dict[str, StoredArray]:
         """The arrays under that number or name.
 
         Raises:
@@ -102,7 +103,7 @@ class Shards:
         return arrays
 
 
-def _checksum(arrays: Mapping[str, Array]) -> str:
+def _checksum(arrays: Mapping[str, StoredArray]) -> str:
     """A digest of the names, types, shapes and values of arrays."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(arrays):
@@ -133,7 +134,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         part.unlink(missing_ok=True)
 
 
-def _difference(folder: Path, known: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def _difference(folder: Path, known: Mapping[str, object], facts: Mapping[str, object]) -> str:
     names = [name for name in {**known, **facts} if known.get(name) != facts.get(name)]
     what = ", ".join(f"{name} {known.get(name)!r} (now {facts.get(name)!r})" for name in names)
     return (

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from captum_hta.model.encoding import Text
 from captum_hta.study.json_lines import CorpusError, Record, json_lines
@@ -153,7 +153,7 @@ def _chosen(records: Iterable[Record], choice: Choice) -> tuple[list[Text], list
     return drawn.texts(), bad
 
 
-def _text(record: Any, fields: Sequence[str] | None) -> tuple[Text, str | None]:
+def _text(record: object, fields: Sequence[str] | None) -> tuple[Text, str | None]:
     """The text of a record, and what is wrong with the record, if anything."""
     if not isinstance(record, dict):
         return "", f"not a JSON object but {type(record).__name__}"
@@ -166,9 +166,9 @@ def _text(record: Any, fields: Sequence[str] | None) -> tuple[Text, str | None]:
     return (values[0] if len(values) == 1 else (values[0], values[1])), None
 
 
-def _value(record: Mapping[str, Any], name: str, named: bool) -> tuple[str, str | None]:
+def _value(record: Mapping[str, object], name: str, named: bool) -> tuple[str, str | None]:
     """A field of a record, and what is wrong with it, if anything."""
-    value: Any = record
+    value: object = record
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
             needed = "" if named else ": a line needs premise and hypothesis, or text"

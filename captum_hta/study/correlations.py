@@ -6,7 +6,7 @@ After Pascual et al., "Telling BERT's Full Story", EACL 2021, Figures 1 and 6.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -30,6 +30,15 @@ class Correlations(Analysis):
     """
 
     name = "correlations"
+    layer_columns: ClassVar[Mapping[str, str]] = {
+        "pearson_previous_layer_median": "previous layer, Pearson",
+        "spearman_previous_layer_median": "previous layer, Spearman",
+        "pearson_input_median": "input, Pearson",
+        "spearman_input_median": "input, Spearman",
+    }
+    layer_note = (
+        "Correlations of attention with both contributions, from -1 to 1: medians over the heads of a layer."
+    )
 
     def __init__(self, size: Dimensions) -> None:
         super().__init__(size)
@@ -98,7 +107,7 @@ class Correlations(Analysis):
             for bound in bounds
         }
 
-    def record(self) -> Mapping[str, Any]:
+    def record(self) -> Mapping[str, object]:
         """The shares of heads, as ``findings``."""
         return {"findings": {name: finite(share) for name, share in self.shares_of_heads().items()}}
 

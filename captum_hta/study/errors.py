@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -58,7 +57,7 @@ class ProbeErrors(Analysis):
             found[source] = {"mean": mean, "largest": largest}
         return found
 
-    def record(self) -> Mapping[str, Any]:
+    def record(self) -> Mapping[str, object]:
         """The same, as ``standard_errors``."""
         summary = self.summary()
         errors = {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -96,7 +95,7 @@ class Found:
             return "not measured"
         return "yes" if self.holds else "no"
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """The same as a dictionary that JSON can hold."""
         finding = self.finding
         return {

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from captum_hta.study.checkpoint import write_whole
+from captum_hta.study.checkpoint import StoredArray, write_whole
 from captum_hta.study.outputs import is_intact
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Matrices = dict[str, NDArray[Any]]
+Matrices = dict[str, StoredArray]
 """The matrices of a text by name, and the labels of its tokens."""
 KEPT = "contributions"
 """Name of the folder of the matrices."""
@@ -198,7 +198,7 @@ def keep(folder: Path, shard: int, texts: Mapping[int, Matrices], run: str) -> N
     Raises:
         OSError: If they cannot be written.
     """
-    arrays: dict[str, Any] = {
+    arrays: dict[str, StoredArray] = {
         f"{number}/{name}": array.astype(np.float16) if array.dtype.kind == "f" else array
         for number, matrices in texts.items()
         for name, array in matrices.items()
@@ -206,7 +206,7 @@ def keep(folder: Path, shard: int, texts: Mapping[int, Matrices], run: str) -> N
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+            np.savez_compressed(file, allow_pickle=False, **arrays)
 
     (folder / KEPT).mkdir(parents=True, exist_ok=True)
     write_whole(_kept_file(folder, shard), write)

@@ -6,9 +6,8 @@ import codecs
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
 
-Record = tuple[int, Any, str | None]
+Record = tuple[int, object, str | None]
 """Number of a line, its value, and what is wrong with the line or ``None``."""
 HEAD = 20
 """Lines by which a file of another format is recognised."""
@@ -113,7 +112,7 @@ def _check_head(lines: Sequence[bytes], name: str) -> None:
     )
 
 
-def _parsed(line: bytes) -> tuple[Any, str | None]:
+def _parsed(line: bytes) -> tuple[object, str | None]:
     """The value of a line, and what is wrong with the line, if anything."""
     try:
         return json.loads(line.decode("utf-8")), None

@@ -20,6 +20,7 @@ from captum_hta.statistics.accumulators import RowMean
 from captum_hta.statistics.correlations import is_causal
 from captum_hta.study.analysis import Analysis, Once, TextResult
 from captum_hta.study.encoded_corpus import Dimensions
+from captum_hta.study.questions import questions_of
 
 if TYPE_CHECKING:
     from captum_hta.study.encoded_corpus import EncodedCorpus
@@ -97,7 +98,7 @@ class Patterns(Analysis):
         if chosen.empty:
             return
         encoding = corpus.encoding(example_text(corpus.lengths))
-        results = jointly(corpus.model, [encoding], corpus.settings.queries(hidden=False))
+        results = jointly(corpus.model, [encoding], questions_of(corpus.model, corpus.settings, hidden=False))
         values = {"attention": results["input"].attention} | {
             name: one.values for name, one in results.items()
         }

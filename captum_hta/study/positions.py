@@ -5,6 +5,9 @@ After Pascual et al., "Telling BERT's Full Story", EACL 2021, Figures 2 to 5.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import pandas as pd
 
 from captum_hta.statistics.accumulators import OffsetHistogram
@@ -22,6 +25,11 @@ class RelativePositions(Analysis):
     """
 
     name = "positions"
+    layer_columns: ClassVar[Mapping[str, str]] = {
+        "centre_of_mass_attention": "centre of attention",
+        "centre_of_mass_input": "centre of input contribution",
+    }
+    layer_note = "Centres of mass are in tokens, means over a layer's heads: below zero is before the query."
 
     def __init__(self, size: Dimensions) -> None:
         super().__init__(size)

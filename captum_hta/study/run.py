@@ -32,9 +32,10 @@ from captum_hta.result import Contributions
 from captum_hta.statistics.correlations import Array
 from captum_hta.study.analyses import ANALYSES
 from captum_hta.study.analysis import Advance, Analysis, TextResult
-from captum_hta.study.checkpoint import OtherRunError, Shards
+from captum_hta.study.checkpoint import OtherRunError, Shards, StoredArray
 from captum_hta.study.encoded_corpus import Dimensions, EncodedCorpus, special_tokens
 from captum_hta.study.folder import Matrices, is_kept, keep
+from captum_hta.study.questions import questions_of
 from captum_hta.study.settings import HIDDEN, SOURCES, StudySettings
 from captum_hta.study.stopwatch import Stopwatch
 
@@ -109,7 +110,8 @@ class Study:
             if self.needs("effective_attention"):
                 effective.update(_effective(model, self.size.layers, encodings, rows, attention))
 
-        results = jointly(model, encodings, settings.queries(self.needs("hidden")), look, self.watch)
+        questions = questions_of(model, settings, self.needs("hidden"))
+        results = jointly(model, encodings, questions, look, self.watch)
         examples = [
             {name: result.example(row) for name, result in results.items()} for row in range(len(encodings))
         ]
@@ -139,7 +141,7 @@ class Study:
         for source, plans in other.modes.items():
             self._note_plans(source, plans)
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> dict[str, StoredArray]:
         """Everything but the results of :meth:`Analysis.finish`, as arrays by name."""
         rest = {
             "tokens": self.tokens,
@@ -152,7 +154,7 @@ class Study:
         }
         return arrays | {"rest": _packed(rest), "seconds": _packed(self.watch.seconds)}
 
-    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> Study:
+    def restore(self, arrays: Mapping[str, StoredArray]) -> Study:
         """Take over what :meth:`arrays` of another study returned; returns itself.
 
         Raises:
@@ -184,7 +186,7 @@ class Study:
         columns = [table for one in self.analyses.values() if (table := one.by_layer()) is not None]
         return reduce(lambda left, right: left.join(right), columns).reset_index() if columns else None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """What the analyses add to ``run.json``."""
         return {name: value for one in self.analyses.values() for name, value in one.record().items()}
 
@@ -246,7 +248,7 @@ def run(
     return study
 
 
-def _read_shard(shards: Shards, number: int, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+def _read_shard(shards: Shards, number: int, rows: NDArray[np.int64]) -> dict[str, StoredArray]:
     """The arrays of a shard, which must be of these texts."""
     arrays = shards.read(number)
     if not np.array_equal(arrays["rows"], rows):
@@ -372,10 +374,10 @@ def _matrices(example: Mapping[str, Contributions]) -> Matrices:
     return {"attention": example["input"].attention[0].numpy(), **found, **tokens}
 
 
-def _packed(value: Any) -> NDArray[np.uint8]:
+def _packed(value: object) -> NDArray[np.uint8]:
     """A value as JSON in an array."""
     return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
 
 
-def _unpacked(array: NDArray[np.uint8]) -> Any:
+def _unpacked(array: StoredArray) -> Any:
     return json.loads(array.tobytes())

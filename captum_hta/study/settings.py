@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 SOURCES = ("previous_layer", "input")
 """The sources of the contributions to heads, as in :func:`captum_hta.contributions`."""
@@ -38,20 +37,3 @@ class StudySettings:
     seed: int = 0
     truncation: bool = False
     exclude_special: bool = False
-
-    def queries(self, hidden: bool) -> dict[str, dict[str, Any]]:
-        """Arguments of :func:`captum_hta.contributions` by name, for :func:`captum_hta.computation.jointly`.
-
-        Args:
-            hidden: Ask for the contributions to hidden embeddings too.
-        """
-        common = {
-            "layers": self.layers,
-            "norm": self.norm,
-            "multiply_by_inputs": self.multiply_by_inputs,
-            "n_probes": self.n_probes,
-            "tolerance": self.tolerance,
-            "seed": self.seed,
-        }
-        heads = {source: common | {"source": source} for source in SOURCES}
-        return heads | ({HIDDEN: common | {"source": "input", "target": "layer"}} if hidden else {})

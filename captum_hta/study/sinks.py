@@ -7,6 +7,7 @@ Language Models with Attention Sinks", ICLR 2024). Contributions show whether a 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -30,6 +31,12 @@ class Sinks(Analysis):
     """
 
     name = "sinks"
+    layer_columns: ClassVar[Mapping[str, str]] = {
+        "first_token_attention_mean": "first token, attention",
+        "first_token_previous_layer_mean": "first token, previous layer",
+        "first_token_input_mean": "first token, input",
+    }
+    layer_note = "Shares of the first token are means over the heads of a layer."
 
     def __init__(self, size: Dimensions) -> None:
         super().__init__(size)

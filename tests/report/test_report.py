@@ -18,7 +18,6 @@ from conftest import TransformerLensModel
 from captum_hta.report import files as report_files
 from captum_hta.report import one_study as report
 from captum_hta.report.findings import found_in
-from captum_hta.report.layers import COLUMNS as LAYER_COLUMNS
 from captum_hta.study.correlations import Correlations
 from captum_hta.study.effective_attention import EffectiveCorrelation
 from captum_hta.study.errors import ProbeErrors
@@ -243,10 +242,9 @@ def test_the_page_shows_the_figures_and_numbers(study: Study, folder: Path) -> N
     images = sorted(folder.glob("*.png"), key=lambda path: int(path.name.split("_")[0][6:]))
     for image, path in zip(page.images, images, strict=True):
         assert base64.b64decode((image["src"] or "").partition(",")[2]) == path.read_bytes()
-    shown = [
-        [float(text) for text in row] for row in page.tables["Correlations and centres of mass by layer"][1:]
-    ]
-    expected = study.tables()["layers"][list(LAYER_COLUMNS)]
+    shown = [[float(text) for text in row] for row in page.tables["Results by layer"][1:]]
+    columns = [column for one in study.analyses.values() for column in one.layer_columns]
+    expected = study.tables()["layers"][["layer", *columns]]
     np.testing.assert_allclose(shown, expected, atol=5.1e-4)
     assert RECORD["model"] in page.words
     assert "exact" in page.words

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -10,7 +12,7 @@ import pytest
 
 from captum_hta import contributions, open_study
 from captum_hta.integrations import TransformerLensModel
-from captum_hta.report import one_study
+from captum_hta.report import layers, one_study
 from captum_hta.report.page import Section, Table
 from captum_hta.statistics.accumulators import RowMean
 from captum_hta.study import run as study
@@ -30,6 +32,8 @@ class FirstToken(Analysis):
     """The share of the first token in the input contribution."""
 
     name = "first_token"
+    layer_columns: ClassVar[Mapping[str, str]] = {"first_token": "the first token's own share"}
+    layer_note = "Of a newcomer."
 
     def __init__(self, size: Dimensions) -> None:
         super().__init__(size)
@@ -89,7 +93,7 @@ def test_an_analysis_is_a_class_and_a_section(
     restored = run(model, TEXTS, SETTINGS, shards=Shards(tmp_path / "parts", {}), analyses=analyses)
     np.testing.assert_array_equal(restored[FirstToken].share.mean(), found[FirstToken].share.mean())
 
-    one_study.write(tmp_path, restored, RECORD, sections)
+    one_study.write(tmp_path, restored, RECORD, [*sections, layers.by_layer])
     folder = open_study(tmp_path)
     np.testing.assert_allclose(folder.tables["first_token"]["share"], expected.ravel())
     np.testing.assert_allclose(folder.tables["layers"]["first_token"], expected.mean(-1))
@@ -97,4 +101,6 @@ def test_an_analysis_is_a_class_and_a_section(
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "First token</h2>" in page
     assert "share of the first token" in page
+    assert "the first token&#39;s own share" in page
+    assert "Of a newcomer." in page
     assert f"{expected[0, 0]:.3f}" in page
