@@ -143,7 +143,7 @@ class Adapter(ABC):
         """The model's dimensions."""
 
     @abstractmethod
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any) -> object:
         """Run the model on ``(*batch.inputs, *batch.extra)``."""
 
     @abstractmethod

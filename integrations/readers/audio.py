@@ -41,7 +41,7 @@ class AudioReader:
             return f"audio ({features})"
         return f"audio (an array of numbers at {self.tokenizer.sampling_rate} Hz, or {features})"
 
-    def accepts(self, audio: Any) -> bool:
+    def accepts(self, audio: object) -> bool:
         """Whether it is an array with one axis, or features with two."""
         return isinstance(audio, np.ndarray | Tensor) and audio.ndim in (1, 2)
 
@@ -50,7 +50,7 @@ class AudioReader:
         waves = torch.arange(self.shape[0] * self.shape[1], device="cpu").mul(0.7).sin()
         return self._encoding(waves.view(self.shape)).first(6)
 
-    def encode(self, audio: Any, max_length: int | None = None) -> Encoding:
+    def encode(self, audio: object, max_length: int | None = None) -> Encoding:
         """Read audio. It is padded to the length that the model reads, and never cut.
 
         Raises:

@@ -58,7 +58,7 @@ class ImageReader:
         """The number of tokens of an image; ``None`` if it depends on the image."""
         return None if self.any_size else len(self.special) + math.prod(self._grid(self.shape))
 
-    def accepts(self, image: Any) -> bool:
+    def accepts(self, image: object) -> bool:
         """Whether it is a path, a PIL image, or an array with three axes."""
         array = isinstance(image, np.ndarray | Tensor) and image.ndim == 3
         return array or isinstance(image, str | PathLike | Image.Image)
@@ -71,7 +71,7 @@ class ImageReader:
             6
         )
 
-    def encode(self, image: Any, max_length: int | None = None) -> Encoding:
+    def encode(self, image: object, max_length: int | None = None) -> Encoding:
         """Read an image. It is never cut: there is a position for every patch.
 
         Raises:
@@ -128,7 +128,7 @@ class ImageReader:
                 "move the axis of its channels to the front, or pass a PIL image"
             )
 
-    def _plain(self, image: Any) -> Tensor:
+    def _plain(self, image: object) -> Tensor:
         """Pixel values of an array that needs no processor."""
         if isinstance(image, Image.Image):
             raise ValueError(

@@ -38,10 +38,11 @@ class PairReader:
         """
         return self.texts.token(text)
 
-    def accepts(self, text: Any) -> bool:
+    def accepts(self, text: object) -> bool:
         """Whether it is a pair of something that the encoder reads and a string."""
-        pair = isinstance(text, tuple | list) and len(text) == 2
-        return pair and self.context.accepts(text[0]) and isinstance(text[1], str)
+        if not isinstance(text, tuple | list) or len(text) != 2:
+            return False
+        return self.context.accepts(text[0]) and isinstance(text[1], str)
 
     def sample(self) -> Encoding:
         """A few tokens of the decoder, and a different number of tokens of the encoder."""

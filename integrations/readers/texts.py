@@ -134,7 +134,7 @@ class TextReader:
             )
         return Encoding(ids, [0] * len(ids), [self._plain_label(number) for number in ids])
 
-    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _conversation(self, messages: Sequence[Mapping[str, object]]) -> str:
         """Chat messages as the text that the model was trained on.
 
         Raises:
@@ -151,7 +151,7 @@ class TextReader:
         )
         return text
 
-    def _read(self, pair: Sequence[str], options: dict[str, Any]) -> Encoding:
+    def _read(self, pair: Sequence[str], options: Mapping[str, object]) -> Encoding:
         """Tokenize one text or two; labels and words are cut from the text if the tokenizer gives offsets.
 
         If a text begins with the token that the tokenizer puts before it, as a chat that is written out does,
@@ -164,7 +164,7 @@ class TextReader:
         doubled = is_doubled and pair[0].startswith(text) and not pair[0].startswith(2 * text)
         return encoding.without_first() if doubled else encoding
 
-    def _tokenized(self, pair: Sequence[str], options: dict[str, Any]) -> Encoding:
+    def _tokenized(self, pair: Sequence[str], options: Mapping[str, object]) -> Encoding:
         fast = getattr(self.tokenizer, "is_fast", False)
         encoded = self.tokenizer(*pair, verbose=False, return_offsets_mapping=fast, **options)
         ids = list(encoded["input_ids"])
@@ -231,7 +231,7 @@ def _are_ids(text: object) -> TypeGuard[Sequence[int] | Tensor | NDArray[np.inte
     return isinstance(text, np.ndarray) and text.ndim == 1 and np.issubdtype(text.dtype, np.integer)
 
 
-def _is_chat(text: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+def _is_chat(text: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
     """Whether it is a list of messages."""
     return (
         isinstance(text, list | tuple)

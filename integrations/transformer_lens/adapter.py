@@ -153,13 +153,13 @@ class TransformerLensModel(HookPointModel):
             proof.require_given(self._given.batch, self._given.values)
             self.attention(self._given.batch)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TransformerLensModel:
+    def __deepcopy__(self, memo: dict[int, object]) -> TransformerLensModel:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle the model that was bridged, without hooks: bridges themselves cannot be pickled."""
         if self._given is None:
             raise TypeError(

@@ -74,7 +74,7 @@ class HookPointModel(Adapter):
             closed_form=self._closed_form,
         )
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Any:
+    def forward(self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> object:
         """Run the model on token ids ``[batch, position]``."""
         return self._run(None, ids, mask, segments)
 

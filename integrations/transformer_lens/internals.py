@@ -30,7 +30,7 @@ _HEAD_COMPONENTS = ("mlm_head", "ln_final", "unembed")
 """Components that only the head of a masked language model has."""
 
 
-def build_bridge(model: PreTrainedModel, name: str, tokenizer: Any) -> TransformerBridge:
+def build_bridge(model: PreTrainedModel, name: str, tokenizer: object) -> TransformerBridge:
     """Build a bridge on a model, whose submodules it replaces.
 
     Args:

@@ -132,7 +132,7 @@ class TransformersModel(Adapter):
             closed_form=self._closed_form,
         )
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, *others: Tensor | None) -> Any:
+    def forward(self, ids: Tensor, mask: Tensor | None = None, *others: Tensor | None) -> object:
         """Run the model, without its head where that can be left out.
 
         Args:
@@ -144,7 +144,7 @@ class TransformersModel(Adapter):
         with SWITCH:
             return self._run(self.base, ids, mask, *others)
 
-    def _run(self, model: Module, *inputs: Tensor | None) -> Any:
+    def _run(self, model: Module, *inputs: Tensor | None) -> object:
         """Run the base model, or the model with its head, on what ``forward`` takes."""
         if self._is_part_of_a_whole:
             model = self.base.get_submodule("encoder")
@@ -337,7 +337,7 @@ class TransformersModel(Adapter):
         proof.require_given(batch, observed(proof.sites_of_blocks(), lambda: self._run_given(batch)))
         self.attention(batch)
 
-    def _run_given(self, batch: Batch) -> Any:
+    def _run_given(self, batch: Batch) -> object:
         """Run the model that was handed in, as its user would call it."""
         arguments = self._arguments(*batch.inputs, *batch.extra)
         if self._is_part_of_a_whole:

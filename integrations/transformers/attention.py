@@ -103,7 +103,7 @@ class Recording:
     def _rotary_recorder(self) -> Callable[..., None]:
         thread = threading.get_ident()
 
-        def record(module: Module, args: Any, kwargs: dict[str, Any]) -> None:
+        def record(module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if threading.get_ident() == thread:
                 self.rotary.setdefault(module, []).append(kwargs.get("position_embeddings"))
 
@@ -184,7 +184,7 @@ def recorded_outputs(model: PreTrainedModel, name: str) -> Iterator[dict[Module,
             _RECORDER.name = _RECORDER.outputs = None
 
 
-def _recorded_attention(module: Module, *args: Any, **kwargs: Any) -> Any:
+def _recorded_attention(module: Module, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
     """The attention function of the user, recorded."""
     function = registered_attention(module, _RECORDER.name) or eager_attention(module)
     found = function(module, *args, **kwargs)
@@ -192,7 +192,7 @@ def _recorded_attention(module: Module, *args: Any, **kwargs: Any) -> Any:
     return found
 
 
-def _recorded_mask(*args: Any, **kwargs: Any) -> Any:
+def _recorded_mask(*args: object, **kwargs: object) -> object:
     """The mask that is registered for the attention function of the user."""
     return registered_mask(_RECORDER.name)(*args, **kwargs)
 

@@ -14,9 +14,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -33,33 +34,39 @@ def attention_implementation(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
 
 
-def registered_attention(attention: Module, implementation: str) -> Callable[..., Any] | None:
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+"""Returns the outputs of the heads, and their patterns where it has them."""
+
+
+def registered_attention(attention: Module, implementation: str) -> AttentionFunction | None:
     """The registered function of that name, as an attention module finds it; ``None`` for eager attention."""
-    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    found: AttentionFunction | None = ALL_ATTENTION_FUNCTIONS.get(implementation)
     if _has_own(attention, "ALL_ATTENTION_FUNCTIONS"):
-        functions: Any = _own(attention, "ALL_ATTENTION_FUNCTIONS")
+        functions: Mapping[str, AttentionFunction] = _own(attention, "ALL_ATTENTION_FUNCTIONS")
         found = functions.get(implementation)
     return found
 
 
-def registered_mask(implementation: str) -> Callable[..., Any]:
+def registered_mask(implementation: str) -> Callable[..., object]:
     """The registered function that makes masks for an implementation; without one there is no mask."""
-    found: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, _no_mask)
+    found: Callable[..., object] = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, _no_mask)
     return found
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def _no_mask(*args: object, **kwargs: object) -> None:
     return None
 
 
-def eager_attention(attention: Module) -> Callable[..., Any]:
+def eager_attention(attention: Module) -> Callable[..., tuple[Tensor, Tensor]]:
     """The eager attention function of the file that defines an attention module."""
-    return _own(attention, "eager_attention_forward")
+    found: Callable[..., tuple[Tensor, Tensor]] = _own(attention, "eager_attention_forward")
+    return found
 
 
-def rotary_function(attention: Module) -> Callable[..., Any]:
+def rotary_function(attention: Module) -> Callable[..., tuple[Tensor, Tensor]]:
     """The function that rotates queries and keys, of the file that defines an attention module."""
-    return _own(attention, "apply_rotary_pos_emb")
+    found: Callable[..., tuple[Tensor, Tensor]] = _own(attention, "apply_rotary_pos_emb")
+    return found
 
 
 def _has_own(module: Module, name: str) -> bool:
@@ -68,8 +75,7 @@ def _has_own(module: Module, name: str) -> bool:
     return any(hasattr(file, name) for file in files)
 
 
-def _own(module: Module, name: str) -> Callable[..., Any]:
-    """A function of the file that defines a module's class, or one that this class derives from."""
+def _own(module: Module, name: str) -> Any:
+    """An object of the file that defines a module's class, or one that this class derives from."""
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
-    found: Callable[..., Any] = next(getattr(file, name) for file in files if hasattr(file, name))
-    return found
+    return next(getattr(file, name) for file in files if hasattr(file, name))

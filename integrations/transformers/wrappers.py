@@ -8,7 +8,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 
-def unwrapped(model: Any) -> PreTrainedModel:
+def unwrapped(model: object) -> PreTrainedModel:
     """The model of ``transformers`` that a PEFT model changes; any other model as it is.
 
     Its layers are those of the adapters (LoRA and others), so that it computes what the PEFT model does.
@@ -27,7 +27,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return found
 
 
-def require_own_tokens(model: Any) -> None:
+def require_own_tokens(model: object) -> None:
     """Raise a ``ValueError`` if adapters add virtual tokens, as prefix and prompt tuning do."""
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
