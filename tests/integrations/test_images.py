@@ -311,7 +311,7 @@ def test_a_processor_of_another_model() -> None:
 def test_models_of_text_refuse_images(image: object) -> None:
     """And say what they read."""
     model = TransformersModel(tiny("BERT"), WordTokenizer(60))
-    with pytest.raises(TypeError, match="a string or a pair of strings"):
+    with pytest.raises(TypeError, match="a string, a pair of strings, token ids or chat messages"):
         contributions(model, [image])
 
 
