@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import matplotlib as mpl
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -11,7 +10,7 @@ from captum_hta.report.over_layers import course, draw_grid
 from captum_hta.report.page import CaptionedFigure, Section, Table
 from captum_hta.study.effective_attention import EffectiveCorrelation
 from captum_hta.study.run import Study
-from captum_hta.views.style import STYLE
+from captum_hta.views.style import STYLE, shades
 
 COLUMNS = {
     "layer": "layer",
@@ -92,12 +91,11 @@ def effective_figure(table: pd.DataFrame, d_head: int) -> Figure:
         d_head: Width of a head's output, up to which all attention has an effect.
     """
     layers = sorted(table["layer"].unique())
-    shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, max(1, len(layers))))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.8, 3.6), layout="constrained")
         axis = figure.subplots()
         lines = []
-        for layer, shade in zip(layers, shades, strict=True):
+        for layer, shade in zip(layers, shades(len(layers)), strict=True):
             rows = table[table["layer"] == layer].sort_values("shortest")
             lines.append(
                 axis.errorbar(

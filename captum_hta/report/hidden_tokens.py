@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import matplotlib as mpl
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -11,7 +10,7 @@ from captum_hta.report.over_layers import course, draw_grid, draw_layer_axis, wi
 from captum_hta.report.page import CaptionedFigure, Section, Table
 from captum_hta.study.hidden_tokens import Mixing, by_distance
 from captum_hta.study.run import Study
-from captum_hta.views.style import INPUT, STYLE
+from captum_hta.views.style import INPUT, STYLE, shades
 
 COLUMNS = {
     "layer": "layer",
@@ -145,11 +144,10 @@ def neighbours_figure(mixing: pd.DataFrame) -> Figure:
     """
     layers = sorted(mixing["layer"])
     shares = by_distance(mixing).dropna(axis=1, how="all")
-    shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, max(1, shares.shape[1])))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width(layers), 3.4), layout="constrained")
         axis = figure.subplots()
-        for (distance, values), shade in zip(shares.items(), shades, strict=False):
+        for (distance, values), shade in zip(shares.items(), shades(shares.shape[1]), strict=False):
             axis.plot(mixing["layer"], values, color=shade, marker="o", markersize=3, label=str(distance))
         axis.set_ylim(0)
         axis.set_ylabel("contribution of both\ntokens at a distance")

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
-from captum_hta.views.style import STYLE
+from captum_hta.views.style import HEAT, STYLE
 
 
 def agreement_figure(matrix: pd.DataFrame) -> Figure:
@@ -21,7 +21,7 @@ def agreement_figure(matrix: pd.DataFrame) -> Figure:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(side + 2.2, side + 1.6), layout="constrained")
         axis = figure.subplots()
-        axis.imshow(matrix, cmap="magma_r", vmin=0, vmax=1)
+        axis.imshow(matrix, cmap=HEAT, vmin=0, vmax=1)
         for (row, column), value in np.ndenumerate(matrix.to_numpy(dtype=np.float64)):
             shade = "white" if value > 0.45 else "black"
             text = f"{value:.2f}" if np.isfinite(value) else "-"

@@ -17,7 +17,7 @@ from captum_hta.report.page import CaptionedFigure, Section
 from captum_hta.study.positions import QUANTITIES, RelativePositions
 from captum_hta.study.run import Study
 from captum_hta.views.names import QUANTITY_NAMES
-from captum_hta.views.style import ATTENTION, INPUT, STYLE
+from captum_hta.views.style import ATTENTION, INPUT, STYLE, shades
 
 REACH = 16
 """Largest distance from the query that histograms show."""
@@ -217,12 +217,11 @@ def centres_of_studies_figure(centres: pd.DataFrame, quantity: str) -> Figure:
     """
     table = centres[centres["quantity"] == quantity]
     labels = list(dict.fromkeys(table["label"]))
-    shades = mpl.colormaps["viridis"](np.linspace(0, 0.85, max(1, len(labels))))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 3.6), layout="constrained")
         axis = figure.subplots()
         lines = []
-        for label, shade, marker in zip(labels, shades, itertools.cycle("osD^v"), strict=False):
+        for label, shade, marker in zip(labels, shades(len(labels)), itertools.cycle("osD^v"), strict=False):
             mean = table[table["label"] == label].groupby("layer")["centre_of_mass"].mean()
             lines += axis.plot(mean.index, mean, marker=marker, markersize=4, color=shade)
         _draw_centre_axes(axis, table)

@@ -9,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import ListedColormap, PowerNorm
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.image import AxesImage
@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from captum_hta.views.names import QUANTITY_NAMES
-from captum_hta.views.style import STYLE
+from captum_hta.views.style import HEAT, STYLE, VEIL
 
 LEAST_SIDE = 2.0
 """Inches of a heatmap's side that its title fits on."""
@@ -27,10 +27,6 @@ MOST_INCHES = 95.0
 """Inches of the heatmaps of a column together."""
 IMAGE_SIDE = 2.6
 """Inches of an image's longer side."""
-VEIL = ListedColormap(
-    np.column_stack([mpl.colormaps["magma_r"](np.arange(256))[:, :3], np.linspace(0.1, 0.9, 256)])
-)
-"""The colours of heatmaps, through which an image is seen where values are small."""
 CONTROLS = ("Cc", "Cf", "Zl", "Zp")
 """Unicode categories of control and format characters and of separators of lines and paragraphs."""
 LUMINANCE = np.array([0.299, 0.587, 0.114])
@@ -118,7 +114,7 @@ def _cell(tokens: int, rows: int) -> float:
 
 def _heatmap(axis: Axes, values: NDArray[np.float64], top: float) -> None:
     """One panel, in the colours of its row: equal ones are equal numbers. Small ones are spread."""
-    image = axis.imshow(values, cmap="magma_r", norm=PowerNorm(0.5, vmin=0, vmax=top), aspect="auto")
+    image = axis.imshow(values, cmap=HEAT, norm=PowerNorm(0.5, vmin=0, vmax=top), aspect="auto")
     axis.tick_params(length=2)
     axis.spines[:].set_visible(False)
     _colour_bar(axis, image)
