@@ -10,10 +10,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from studies import EXACT, TEXTS
 from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 from captum_hta import load_model
 from captum_hta.integrations import TransformerLensModel
+from captum_hta.study.run import Study, run
+from captum_hta.study.settings import StudySettings
 
 PAIR = ("The cat sat.", "It slept.")
 SHORT = "Dogs bark."
@@ -92,3 +95,15 @@ def model() -> TransformerLensModel:
 def bert() -> TransformerLensModel:
     """The same, for one test alone."""
     return load_model(tiny_bert(), tokenizer=WordTokenizer())
+
+
+@pytest.fixture(scope="module")
+def study(model: TransformerLensModel) -> Study:
+    """An exact study of five texts of different lengths."""
+    return run(model, TEXTS, EXACT)
+
+
+@pytest.fixture(scope="module")
+def estimated(model: TransformerLensModel) -> Study:
+    """A study of three of the texts with few probes."""
+    return run(model, TEXTS[:3], StudySettings(n_probes=2))

@@ -1,4 +1,4 @@
-"""Studies of no model, for tests: sizes, and texts whose matrices are given."""
+"""Texts and settings of small studies, and studies without a model, for which matrices are given."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import numpy as np
 
 from captum_hta.study.analysis import TextResult
 from captum_hta.study.encoded_corpus import Dimensions
+from captum_hta.study.settings import StudySettings
 
 Array = np.ndarray
+TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
+"""Texts and pairs of different lengths."""
+EXACT = StudySettings(n_probes=None)
 
 
 def dimensions(

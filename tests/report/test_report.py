@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from browser import BROWSER, PHONE, SCREEN, visit
 from conftest import TransformerLensModel
+from studies import EXACT, TEXTS
 
 from captum_hta.report import files as report_files
 from captum_hta.report import one_study as report
@@ -27,8 +28,6 @@ from captum_hta.study.positions import RelativePositions
 from captum_hta.study.run import Study, run
 from captum_hta.study.settings import StudySettings
 
-TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
-EXACT = StudySettings(n_probes=None)
 RECORD = {"model": "a <tiny> BERT & co", "arguments": {"data": "<none>"}, "counts": {"examples": 5}}
 FILES = {
     "correlations.csv",
@@ -54,18 +53,6 @@ FILES = {
     "report.html",
     MANIFEST,
 }
-
-
-@pytest.fixture(scope="module")
-def study(model: TransformerLensModel) -> Study:
-    """An exact study of five texts of different lengths."""
-    return run(model, TEXTS, EXACT)
-
-
-@pytest.fixture(scope="module")
-def estimated(model: TransformerLensModel) -> Study:
-    """A study of three of the texts with few probes."""
-    return run(model, TEXTS[:3], StudySettings(n_probes=2))
 
 
 class Page(HTMLParser):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import TransformerLensModel, WordTokenizer
 from families import tiny
+from studies import TEXTS
 
 from captum_hta import contributions, open_study
 from captum_hta.integrations import TransformersModel
@@ -21,7 +22,6 @@ from captum_hta.study.folder import check_nothing_kept, keep
 from captum_hta.study.run import run
 from captum_hta.study.settings import StudySettings
 
-TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 SETTINGS = StudySettings(n_probes=None)
 
 

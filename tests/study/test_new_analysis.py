@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pandas as pd
 import pytest
+from studies import TEXTS
 
 from captum_hta import contributions, open_study
 from captum_hta.integrations import TransformerLensModel
@@ -23,7 +24,6 @@ from captum_hta.study.encoded_corpus import Dimensions, EncodedCorpus
 from captum_hta.study.run import Study, run
 from captum_hta.study.settings import StudySettings
 
-TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
 SETTINGS = StudySettings(n_probes=None)
 RECORD = {"model": "tiny BERT", "arguments": {}, "counts": {"examples": 5}}
 

@@ -12,7 +12,7 @@ import torch
 from conftest import TransformerLensModel, WordTokenizer, load_model, tiny_bert
 from families import tiny
 from scipy import stats
-from studies import dimensions, text_result
+from studies import EXACT, TEXTS, dimensions, text_result
 
 from captum_hta.baselines import EffectiveAttention
 from captum_hta.computation import contributions
@@ -29,23 +29,9 @@ from captum_hta.study.positions import RelativePositions
 from captum_hta.study.run import Study, run
 from captum_hta.study.settings import StudySettings
 
-TEXTS = ["a b c d e", "dogs bark", ("the cat sat", "it slept"), "x y z x", ("one", "two three")]
-EXACT = StudySettings(n_probes=None)
 QUANTITIES = {"attention": "attention", "input": "values"}
 
 # --- the study ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def study(model: TransformerLensModel) -> Study:
-    """An exact study of five texts of different lengths."""
-    return run(model, TEXTS, EXACT)
-
-
-@pytest.fixture(scope="module")
-def estimated(model: TransformerLensModel) -> Study:
-    """A study of three of the texts with few probes."""
-    return run(model, TEXTS[:3], StudySettings(n_probes=2))
 
 
 @pytest.fixture(scope="module")
