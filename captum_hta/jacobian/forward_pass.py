@@ -14,11 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from captum_hta.jacobian.difference_check import fits, is_measurable
 from captum_hta.jacobian.heads import HeadOutputs, known_heads, refuse_mixed_heads
 from captum_hta.jacobian.linearize.linearization import Linearization
 from captum_hta.jacobian.linearize.lost_derivatives import (
     Dependence,
     DerivativeWatch,
+    ExitWatch,
+    Loss,
     LostDerivativeError,
     named_losses,
 )
@@ -145,25 +148,44 @@ class ForwardPass:
                 watch.mark_source(entered[-1])
                 return entered[-1].clone()  # a copy, since the model may write to it
 
-            with watch:
+            with watch, ExitWatch(watch):
                 targets = self._run(enter)
             for layer, target in zip(self.layers, targets, strict=True):
                 self._check_dependence(layer, watch.dependence(target))
                 if not target.requires_grad:
                     raise self.no_path(layer)
             with named_losses():
+                self._check_exits(watch.exits, entered, targets)
                 yield entered, targets
+
+    def _check_exits(self, exits: Sequence[Loss], entered: list[Tensor], targets: list[Tensor]) -> None:
+        """Raise a :class:`LostDerivativeError` if numbers left PyTorch and came back on the way."""
+        if not exits:
+            return
+        how = f"{exits[0].operator}{self._where(exits[0])}"
+        if not is_measurable(entered):
+            logger.warning("numbers that leave PyTorch by %s are taken as constant", how)
+        elif not fits(self._run, entered, targets):
+            raise LostDerivativeError(
+                f"numbers leave PyTorch by {how} and come back on the way from the source, which autograd "
+                "takes as constants: compute with tensors there, or choose a source or a target that it does "
+                "not lie between"
+            )
+
+    def _where(self, loss: Loss) -> str:
+        """The module of a loss, as error messages name it."""
+        if loss.module is None:
+            return ""
+        kind = f"{type(loss.module).__module__}.{type(loss.module).__qualname__}"
+        return f" of {self.name(Site(loss.module))} ({kind})"
 
     def _check_dependence(self, layer: Site, found: Dependence | None) -> None:
         """Raise a :class:`LostDerivativeError` if the derivative is lost on the way to a target."""
         if found is not None and found.lost is not None:
-            module = found.lost.module
-            kind = f"{type(module).__module__}.{type(module).__qualname__}"
-            where = "" if module is None else f" of {self.name(Site(module))} ({kind})"
             raise LostDerivativeError(
-                f"the derivative is lost in the operator {found.lost.operator}{where}, through which "
-                f"{self.name(layer)} depends on the source: load the model in floating point, without "
-                "quantisation, or choose a source or a target that it does not lie between"
+                f"the derivative is lost in the operator {found.lost.operator}{self._where(found.lost)}, "
+                f"through which {self.name(layer)} depends on the source: load the model in floating point, "
+                "without quantisation, or choose a source or a target that it does not lie between"
             )
         if found is not None and found.stopped:
             logger.warning(

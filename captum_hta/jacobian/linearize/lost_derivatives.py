@@ -1,7 +1,7 @@
 """Operators in which autograd silently loses the derivative on the way from a source to a target.
 
 Contributions would lack every path through such an operator, without an error. A :class:`DerivativeWatch`
-follows the values that depend on a source through a forward pass and names the operator. Three kinds of
+follows the values that depend on a source through a forward pass and names the operator. Four kinds of
 operators stop a derivative, and they are treated differently:
 
 - **Losses are refused**: operators without a derivative whose results are floating-point or quantised
@@ -9,6 +9,8 @@ operators stop a derivative, and they are treated differently:
   ``trunc``, casts to integers), if the numbers go on to the target.
 - **Selections are right as they are**: comparisons, ``argmax``, the indices of ``topk`` or ``sort``. They are
   constant almost everywhere, and their results are used as masks or indices, as in the routing to experts.
+- **Numbers that leave PyTorch** (``item()``, ``numpy()``) are noted: they may only be looked at, or come back
+  as constants, which :mod:`captum_hta.jacobian.difference_check` tells.
 - **Explicit stops are respected**, with a warning: ``detach`` and ``no_grad`` hold a value fixed on purpose,
   such as a frozen attention pattern. A custom backward function takes the place of what is inside.
 """
@@ -16,13 +18,14 @@ operators stop a derivative, and they are treated differently:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.overrides import TorchFunctionMode
 
 from captum_hta.jacobian.linearize.recorder import refuse_training
 from captum_hta.jacobian.torch_internals import (
@@ -45,6 +48,11 @@ INDEXING = (
     "where",
 )  # fmt: skip
 """Operators whose integers are indices or masks, in place or not."""
+EXITS = {
+    getattr(Tensor, name): name.strip("_")
+    for name in ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__dlpack__")
+}
+"""How numbers leave PyTorch."""
 WITHOUT_DERIVATIVE = ("WarnNotImplemented", "NotImplemented")
 """Nodes of autograd's graph that stand for an operator without a derivative; the first gives zeros."""
 
@@ -111,10 +119,14 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
 
     Use as a context manager around a forward pass with gradients enabled. Values are identified by their
     storage, since autograd gives views new Python objects.
+
+    Attributes:
+        exits: Where numbers that depend on a source left PyTorch, as far as :class:`ExitWatch` saw it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.exits: list[Loss] = []
         self._known: dict[int, Dependence] = {}
         self._references: list[StorageWeakRef] = []
 
@@ -125,6 +137,11 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
     def dependence(self, tensor: Tensor) -> Dependence | None:
         """How ``tensor`` depends on the sources; ``None`` if it does not."""
         return self._read(tensor, recording=True)
+
+    def note_exit(self, function: str, tensor: Tensor) -> None:
+        """Note that numbers leave PyTorch, if they depend on a source."""
+        if _has_storage(tensor) and _is_real(tensor) and storage_identity(tensor) in self._known:
+            self.exits.append(Loss(function, _calling_module()))
 
     def __torch_dispatch__(
         self, function: Operator, types: object, args: Arguments = (), kwargs: Keywords | None = None
@@ -177,6 +194,25 @@ class DerivativeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         elif recording and _is_real(tensor):
             return _detached(found)
         return found
+
+
+class ExitWatch(TorchFunctionMode):
+    """Notes numbers that leave PyTorch, in which no operator takes part.
+
+    Args:
+        watch: Told of them.
+    """
+
+    def __init__(self, watch: DerivativeWatch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
+        if func in EXITS and isinstance(args[0], Tensor):
+            self.watch.note_exit(EXITS[func], args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _attached(tensor: Tensor, found: Dependence, recording: bool) -> Dependence:

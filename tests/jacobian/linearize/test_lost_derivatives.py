@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from conftest import WordTokenizer, tiny_bert
@@ -159,6 +160,58 @@ def test_stops_are_respected(function, warned: bool, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         HiddenTokenAttribution(model, model.out, model.embed).attribute(x)
     assert ("taken as constant" in caplog.text) == warned
+
+
+def scaled(x: Tensor) -> Tensor:
+    """A scale that is computed outside of PyTorch."""
+    return x / float(np.abs(x.detach().numpy()).max())
+
+
+LEFT = {
+    "numpy": (lambda x: torch.from_numpy(np.sin(x.detach().numpy())), "numpy"),
+    "item": (lambda x: x * x.square().mean().item(), "item"),
+    "float": (lambda x: x * float(x.square().mean()), "float"),
+    "list": (lambda x: x * torch.tensor(x.detach().tolist()), "tolist"),
+    "scale": (scaled, "numpy"),
+}
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+@pytest.mark.parametrize("name", LEFT)
+def test_numbers_that_come_back(name: str, options: dict) -> None:
+    """Autograd takes numbers that left PyTorch as constants, so they are refused in every mode."""
+    function, exit_ = LEFT[name]
+    model = Residual(function)
+    x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(LostDerivativeError, match=f"leave PyTorch by {exit_} of the model itself"):
+        HiddenTokenAttribution(model, model.out, model.embed).attribute(x, **options)
+
+
+LOOKED_AT = {
+    "branch": lambda x: x.sin() if x.max().item() > -1 else x,
+    "printed": lambda x: (f"{x.mean().item():.3f}", x.sin())[1],
+    "converged": lambda x: x * sum(1 for value in x.norm(dim=-1).tolist()[0] if value > 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_numbers_that_are_only_looked_at(name: str, dtype: torch.dtype) -> None:
+    """They are constant around the point, so all modes give the same."""
+    model = Residual(LOOKED_AT[name])
+    x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    hta = HiddenTokenAttribution(model, model.out, model.embed)
+    forward, reverse = (hta.attribute(x, mode=mode) for mode in (None, "reverse"))
+    torch.testing.assert_close(forward, reverse)
+
+
+def test_numbers_that_leave_in_half_precision(caplog: pytest.LogCaptureFixture) -> None:
+    """Differences say nothing there, so the log says that they are taken as constant."""
+    model = Residual(lambda x: x * x.square().mean().item())
+    with caplog.at_level(logging.WARNING):
+        HiddenTokenAttribution(model, model.out, model.embed).attribute(torch.randn(1, 4, 8).bfloat16())
+    assert "by item of the model itself" in caplog.text
+    assert "taken as constant" in caplog.text
 
 
 @pytest.mark.parametrize("adapter", ["transformer_lens", "transformers"])
