@@ -62,7 +62,8 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         forward_func (Callable or torch.nn.Module): The model, or a function that runs it.
         layer (torch.nn.Module or list of torch.nn.Module): The target: a module whose output (or input,
             see ``attribute_to_neuron_input``) is ``[batch, position, width]`` or
-            ``[batch, position, head, d_head]``. For several modules one pass serves all.
+            ``[batch, position, head, d_head]``, or with ``num_heads`` also ``[batch, head, position,
+            d_head]``. For several modules one pass serves all.
         source_layer (torch.nn.Module, optional): The source: a module whose output is
             ``[batch, position, width]``. Default: ``None``, the inputs themselves.
         num_heads (int, optional): Number of equal parts of the target's width. Default: ``None``: the heads

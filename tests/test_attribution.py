@@ -1267,6 +1267,32 @@ def test_heads_of_an_encoder(mode):
     same(inner, dense(model, model.layers[1].linear1, x))
 
 
+class HeadsFirst(nn.Module):
+    """Heads of attention as ``[batch, head, position, d_head]`` and ``[batch, position, head, d_head]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = k = v = self.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return self.after(self.before(eager(q, k, v)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("options", [*({"mode": mode} for mode in MODES), {"neuron_selector": 0}])
+def test_heads_before_positions(options):
+    """The number of heads tells which axis has them; without it, lengths that suggest it are refused."""
+    torch.manual_seed(0)
+    model, x = HeadsFirst().double().eval(), data()
+    with pytest.raises(ValueError, match=r"'before'.*heads seem to come before.*num_heads=2"):
+        hta(model, "before").attribute(x, **options)
+    expected = by_hand(lambda a: model(a).flatten(2), x, 2)
+    expected = expected[..., [0], :] if "neuron_selector" in options else expected
+    same(hta(model, "before", num_heads=2).attribute(x, **options), expected)
+    same(hta(model, "after", num_heads=2).attribute(x, **options), expected)
+    same(hta(model, "after").attribute(x, **options), expected)
+
+
 def test_heads_where_they_are_mixed():
     """Targets that mix heads are refused with the name of the module to use; the projection alone is not
     called.

@@ -315,7 +315,10 @@ class ForwardPass:
         if target.shape[batch_dim] != examples:
             raise ValueError(self._other_batch(target.shape, examples, what))
         kept = target.clone()
-        found[site] = kept.transpose(0, batch_dim) if batch_dim else kept
+        kept = kept.transpose(0, batch_dim) if batch_dim else kept
+        count = self.num_heads[self.layers.index(site)]
+        tokens = sum(source.shape[1] for source in sources)
+        found[site] = _positions_first(kept, count, tokens, what)
         if len(found) == len(set(self.layers)):
             raise LastTarget
 
@@ -338,6 +341,30 @@ class ForwardPass:
             f"no path leads from {source} to {self.name(layer)}: choose a source that the target is "
             "computed from"
         )
+
+
+def _positions_first(target: Tensor, num_heads: int | None, tokens: int, what: str) -> Tensor:
+    """A target whose heads come after its positions.
+
+    Args:
+        target: ``[batch, position, head, d_head]`` or ``[batch, head, position, d_head]``; others stay as
+            they are.
+        num_heads: The number of heads, if it is given.
+        tokens: The number of source tokens.
+        what: What the target is, for errors.
+
+    Raises:
+        ValueError: If the number of heads is not given, and lengths suggest that heads come first.
+    """
+    if target.dim() != 4 or not target.shape[1] != tokens == target.shape[2] or num_heads == tokens:
+        return target
+    if num_heads is None:
+        raise ValueError(
+            f"{what} is {list(target.shape)} with {tokens} source tokens, so its heads seem to come before "
+            f"its positions: pass num_heads={target.shape[1]}, or num_heads={target.shape[2]} if it is "
+            "[batch, position, head, d_head]"
+        )
+    return target.transpose(1, 2) if target.shape[1] == num_heads else target
 
 
 def _heads(name: str, target: Tensor, num_heads: int | None) -> int | None:
