@@ -50,11 +50,10 @@ class StandardRows:
     ranks: Array
 
     @classmethod
-    def of(cls, values: Array, causal: bool = False) -> StandardRows:
-        """Standardise rows ``[..., key]``; for causal models ``[layer, head, query, key]``, among the keys
-        that a query sees.
+    def of(cls, values: Array, seen: NDArray[np.bool_] | None = None) -> StandardRows:
+        """Standardise rows ``[..., key]``; with the keys ``seen`` as :func:`in_sight` takes them, rows
+        ``[layer, head, query, key]`` among those keys.
         """
-        seen = np.tri(*values.shape[-2:], dtype=np.bool_)[None] if causal else None
         return cls(in_sight(standard_values, values, seen), in_sight(standard_ranks, values, seen))
 
     def correlations(self, other: StandardRows) -> tuple[Array, Array]:
@@ -72,6 +71,19 @@ def attended(attention: Array) -> NDArray[np.bool_]:
     return seen | np.eye(queries, keys, dtype=np.bool_) if queries == keys else seen
 
 
+def carried(contributions: Array, attended: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Keys that are attended to, or that contribute to some head of a layer: ``[layer, query, key]``.
+
+    Through the layers below, input reaches a head also from outside the window of its own attention.
+
+    Args:
+        contributions: ``[layer, head, query, key]``.
+        attended: As :func:`attended` returns it.
+    """
+    reaches: NDArray[np.bool_] = (contributions != 0).any(-3)
+    return attended | reaches
+
+
 def reached(attended: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Tokens of the input that reach a head through the layers up to its own, ``[layer, query, key]``.
 
@@ -86,12 +98,6 @@ def rows_alike(seen: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], NDA
     masks, which = np.unique(seen, axis=0, return_inverse=True)
     for number, mask in enumerate(masks):
         yield np.flatnonzero(which.ravel() == number), np.flatnonzero(mask)
-
-
-def is_causal(attention: Array) -> bool:
-    """Whether no query of attention ``[..., query, key]`` sees a later key."""
-    queries, keys = attention.shape[-2:]
-    return queries == keys and not np.triu(attention, 1).any()
 
 
 def row_agreement(first: Array, second: Array, top: int = 3) -> dict[str, Array]:

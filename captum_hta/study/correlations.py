@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from captum_hta.statistics.accumulators import RowMean
-from captum_hta.statistics.correlations import StandardRows, is_causal
+from captum_hta.statistics.correlations import StandardRows, attended, carried
 from captum_hta.study.analysis import Analysis, TextResult, finite
 from captum_hta.study.encoded_corpus import Dimensions
 from captum_hta.study.settings import SOURCES
@@ -22,7 +22,8 @@ BOUNDS = {"pearson": (0.7, 0.85), "spearman": (0.9, 0.95)}
 
 
 class Correlations(Analysis):
-    """The correlation of each row of attention with the same row of the contributions.
+    """The correlation of each row of attention with the same row of the contributions, among the keys that
+    the query attends to or that contribute to it.
 
     Attributes:
         pearson: Pearson's correlation by source, ``[layer, head]``.
@@ -56,10 +57,11 @@ class Correlations(Analysis):
 
     def add(self, text: TextResult) -> None:
         """Add one text."""
-        causal = is_causal(text.attention)
-        rows = StandardRows.of(text.attention, causal)
+        window = attended(text.attention)
         for source, values in text.contributions.items():
-            pearson, spearman = rows.correlations(StandardRows.of(values, causal))
+            seen = carried(values, window)
+            rows = StandardRows.of(text.attention, seen)
+            pearson, spearman = rows.correlations(StandardRows.of(values, seen))
             self.pearson[source].add(pearson)
             self.spearman[source].add(spearman)
 

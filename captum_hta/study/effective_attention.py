@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from captum_hta.statistics.accumulators import RowMean
-from captum_hta.statistics.correlations import is_causal, standard_values
+from captum_hta.statistics.correlations import attended, standard_values
 from captum_hta.study.analysis import Analysis, TextResult
 from captum_hta.study.encoded_corpus import Dimensions
 
@@ -100,20 +100,20 @@ class EffectiveCorrelation(Analysis):
 
 
 def matrix_correlations(first: Array, second: Array) -> Array:
-    """Pearson's correlation of the entries of each head's matrix; for causal models, of the visible entries.
+    """Pearson's correlation of the entries of each head's matrix, among the keys that queries attend to.
 
     Args:
-        first: Attention ``[layer, head, query, key]``; the model is causal if it is zero above the diagonal.
+        first: Attention ``[layer, head, query, key]``.
         second: An array of the same shape.
 
     Returns:
         ``[layer, head]``; NaN where a matrix is constant, or has fewer than three visible entries.
     """
-    queries, keys = first.shape[-2:]
-    seen = np.tri(queries, keys, dtype=bool) if is_causal(first) else np.ones((queries, keys), dtype=bool)
-    one, two = (standard_values(matrices[..., seen]) for matrices in (first, second))
-    correlations: Array = np.einsum("lhk,lhk->lh", one, two).clip(-1, 1)
-    return correlations
+    correlations = []
+    for one, two, seen in zip(first, second, attended(first), strict=True):
+        products = standard_values(one[:, seen]) * standard_values(two[:, seen])
+        correlations.append(products.sum(-1).clip(-1, 1))
+    return np.stack(correlations)
 
 
 def _in_bin(correlations: Array, place: int, bins: int) -> Array:

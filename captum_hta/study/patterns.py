@@ -17,7 +17,7 @@ from scipy.special import entr
 
 from captum_hta.computation import jointly
 from captum_hta.statistics.accumulators import RowMean
-from captum_hta.statistics.correlations import is_causal
+from captum_hta.statistics.correlations import attended, carried
 from captum_hta.study.analysis import Analysis, Once, TextResult
 from captum_hta.study.encoded_corpus import Dimensions
 from captum_hta.study.questions import questions_of
@@ -88,9 +88,9 @@ class Patterns(Analysis):
                 f"patterns are of texts that attend to themselves, got {queries} queries, {keys} keys and "
                 f"{len(text.special)} marks of special tokens: leave cross attention out"
             )
-        causal = is_causal(text.attention)
-        self.means["attention"].add(row_patterns(text.attention, text.special, causal))
-        self.means["input"].add(row_patterns(text.contributions["input"], text.special, causal))
+        window, values = attended(text.attention), text.contributions["input"]
+        self.means["attention"].add(row_patterns(text.attention, text.special, window))
+        self.means["input"].add(row_patterns(values, text.special, carried(values, window)))
 
     def finish(self, corpus: EncodedCorpus, once: Once) -> None:
         """Choose a short text and compute its contributions, for a figure."""
@@ -132,7 +132,7 @@ class Patterns(Analysis):
         return rows[["pattern", "layer", "head", *QUANTITIES]].reset_index(drop=True)
 
 
-def row_patterns(values: Array, special: NDArray[np.bool_], causal: bool = False) -> Array:
+def row_patterns(values: Array, special: NDArray[np.bool_], seen: NDArray[np.bool_] | None = None) -> Array:
     r"""Scores of each row for each pattern.
 
     For the first four of :data:`PATTERNS` the score is the share of the pattern's keys. For ``"broad"`` it is
@@ -142,18 +142,19 @@ def row_patterns(values: Array, special: NDArray[np.bool_], causal: bool = False
     Args:
         values: ``[layer, head, query, key]``, with rows that sum to 1.
         special: Whether each token is a delimiter, ``[key]``.
-        causal: Whether queries see no later keys.
+        seen: The keys that each query sees, ``[layer, query, key]``. Default: ``None``, all.
 
     Returns:
         ``[layer, head, pattern, query]``; NaN where a query sees no key of the pattern, and for the entropy
         where a query sees a single key or its row is zero.
     """
     tokens = len(special)
-    seen = np.tri(tokens, dtype=bool) if causal else np.ones((tokens, tokens), dtype=bool)
+    seen = np.ones((1, tokens, tokens), dtype=bool) if seen is None else seen
     before, behind = np.eye(tokens, k=-1, dtype=bool), np.eye(tokens, k=1, dtype=bool)
-    keys = np.stack([before, behind, np.eye(tokens, dtype=bool), np.tile(special, (tokens, 1))]) & seen
-    shares = np.where(keys.any(-1), np.einsum("lhqk,pqk->lhpq", values, keys), np.nan)
-    return np.concatenate([shares, _breadth(values, seen.sum(-1))[:, :, None]], axis=2)
+    kinds = np.stack([before, behind, np.eye(tokens, dtype=bool), np.tile(special, (tokens, 1))])
+    keys = kinds & seen[:, None]
+    shares = np.where(np.asarray(keys.any(-1))[:, None], np.einsum("lhqk,lpqk->lhpq", values, keys), np.nan)
+    return np.concatenate([shares, _breadth(values, seen.sum(-1)[:, None])[:, :, None]], axis=2)
 
 
 def _breadth(values: Array, visible: NDArray[np.int64]) -> Array:

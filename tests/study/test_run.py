@@ -391,6 +391,29 @@ def test_special_tokens_that_are_not_known(model: TransformerLensModel) -> None:
 
 
 @pytest.mark.parametrize("source", ["previous_layer", "input"])
+def test_keys_outside_of_a_window_do_not_count(source: str) -> None:
+    """Queries of a model with a sliding window are compared on the keys that they attend to, or for the input
+    contribution also on those that reach them through the layers below.
+    """
+    model = TransformersModel(tiny("Mistral"), WordTokenizer(60))
+    texts = ["a b c d e f g h", "h g f e d c b"]
+    table = run(model, texts, StudySettings(n_probes=None))[Correlations].table()
+    expected: dict[tuple[int, int], list[float]] = {}
+    for text in texts:
+        found = contributions(model, [text], source=source)
+        window = (found.attention[0] != 0).any(1)
+        assert not window.tril()[0].equal(torch.ones_like(window[0]).tril())  # shorter than the text
+        for layer, head, query in np.ndindex(found.values.shape[1:4]):
+            keys = window[layer, query] | (found.values[0, layer, :, query] != 0).any(0)
+            rows = (one[0, layer, head, query][keys].numpy() for one in (found.attention, found.values))
+            if keys.sum() >= 3:
+                expected.setdefault((layer, head), []).append(np.corrcoef(*rows)[0, 1])
+    table = table[table["source"] == source].set_index(["layer", "head"])
+    for at, correlations in expected.items():
+        assert table.loc[at, "pearson"] == pytest.approx(np.mean(correlations))
+
+
+@pytest.mark.parametrize("source", ["previous_layer", "input"])
 def test_later_keys_of_causal_models_do_not_count(source: str) -> None:
     """Rows are of the keys that their query sees, of which there must be three."""
     causal = TransformersModel(tiny("GPT-2"), WordTokenizer(60))
