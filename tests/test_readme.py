@@ -13,7 +13,11 @@ from families import table
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SLOW = {"both_papers", "other_methods"}
+EXAMPLES = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
 def run(*command: str) -> str:
@@ -29,7 +33,7 @@ def test_readme_python(block: str) -> None:
     assert ("torch.Size([1, " in shown) == ("print(" in block)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_example(path: Path) -> None:
     """Each example asserts something about its result."""
     run(str(path))
