@@ -274,7 +274,7 @@ class Explanation:
 
     def write_figure(self, output: Path) -> None:
         """Write the figure; print where it is, and what its font cannot show."""
-        from captum_hta.study.checkpoint import write_whole
+        from captum_hta.storage import write_whole
         from captum_hta.views.heatmaps import undrawable
 
         content = BytesIO()

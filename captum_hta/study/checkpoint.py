@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-StoredArray = NDArray[Any]
-"""An array of any dtype, as it is read from a file."""
+from captum_hta.storage import StoredArray, checksum, write_whole
 
 
 class OtherRunError(ValueError):
@@ -76,7 +72,7 @@ class Shards:
         """Keep the arrays under that number or name."""
         contiguous = {key: np.asarray(array, order="C") for key, array in arrays.items()}
         path = self._path(name)
-        header = {"run": self.digest, "name": path.name, "checksum": _checksum(contiguous)}
+        header = {"run": self.digest, "name": path.name, "checksum": checksum(contiguous)}
         write_whole(path, lambda part: save_file(contiguous, part, header))
 
     def read(self, name: int | str) -> dict[str, StoredArray]:
@@ -98,40 +94,13 @@ class Shards:
                 f"{path} is not a part of this run, which has other arguments, model or data: delete it, and "
                 "it is computed again, or name another folder"
             )
-        if header.get("checksum") != _checksum(arrays):
+        if header.get("checksum") != checksum(arrays):
             raise OSError(f"{path} is damaged, its checksum differs: delete it, and it is computed again")
         return arrays
 
 
-def _checksum(arrays: Mapping[str, StoredArray]) -> str:
-    """A digest of the names, types, shapes and values of arrays."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(arrays):
-        array = arrays[name]
-        digest.update(f"{name} {array.dtype} {array.shape} ".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` such that the file is there as a whole, or not at all.
-
-    Raises:
-        OSError: If the file cannot be written; names it and what to do.
-    """
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        write(part)
-        os.replace(part, path)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise OSError(f"{path} cannot be written ({reason}): make room, or name another folder") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _difference(folder: Path, known: Mapping[str, object], facts: Mapping[str, object]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from captum_hta.study.checkpoint import StoredArray, write_whole
+from captum_hta.storage import StoredArray, write_whole
 from captum_hta.study.outputs import is_intact
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from captum_hta.study.checkpoint import write_whole
+from captum_hta.storage import write_whole
 
 MANIFEST = ".captum-hta.json"
 WRITER = "captum-hta"

@@ -30,9 +30,10 @@ from captum_hta.model.encoding import Encoding, Text
 from captum_hta.model.protocol import Model
 from captum_hta.result import Contributions
 from captum_hta.statistics.correlations import Array
+from captum_hta.storage import StoredArray
 from captum_hta.study.analyses import ANALYSES
 from captum_hta.study.analysis import Advance, Analysis, TextResult
-from captum_hta.study.checkpoint import OtherRunError, Shards, StoredArray
+from captum_hta.study.checkpoint import OtherRunError, Shards
 from captum_hta.study.encoded_corpus import Dimensions, EncodedCorpus, special_tokens
 from captum_hta.study.folder import Matrices, is_kept, keep
 from captum_hta.study.questions import questions_of

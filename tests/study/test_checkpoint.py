@@ -20,9 +20,10 @@ from tokenizing import byte_level
 
 from captum_hta.cli import main
 from captum_hta.integrations import TransformerLensModel
+from captum_hta.storage import write_whole
 from captum_hta.study import run as study
 from captum_hta.study import token_maps
-from captum_hta.study.checkpoint import OtherRunError, Shards, write_whole
+from captum_hta.study.checkpoint import OtherRunError, Shards
 from captum_hta.study.run import Study, run
 from captum_hta.study.settings import StudySettings
 
