@@ -19,12 +19,11 @@ from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.norms import Energy, NotFiniteError, shares
 from captum_hta.jacobian.plan import Plan
-from captum_hta.jacobian.precision import matmul_precision
 from captum_hta.jacobian.query import Query
 from captum_hta.model.attention import Attention, AttentionFactors
 from captum_hta.model.encoding import Batch, Encoding, Text
+from captum_hta.model.precision import full_precision, matmul_precision
 from captum_hta.model.protocol import Model
-from captum_hta.model.sites import without_autocast
 from captum_hta.result import Contributions
 from captum_hta.texts import cut_tokens, encoded, listed
 
@@ -209,7 +208,7 @@ class _Computation:
         """The results, by name."""
         stores = {name: _Store(self.model, self.encodings, one) for name, one in self.questions.items()}
         for rows in batches_of(self.encodings):
-            with without_autocast():
+            with full_precision():
                 batch = self.model.batch([self.encodings[row] for row in rows])
                 with self.timed("attention"):
                     attention = self.model.attention(batch)

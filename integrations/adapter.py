@@ -16,6 +16,7 @@ from captum_hta.integrations.proof import Proof
 from captum_hta.integrations.readers.texts import TextReader
 from captum_hta.model.attention import Attention, OutputProjection, Unembedding
 from captum_hta.model.encoding import Batch, Encoding
+from captum_hta.model.precision import full_precision
 from captum_hta.model.protocol import Check, Reader
 from captum_hta.model.sites import Site
 from captum_hta.model.size import Size
@@ -123,10 +124,11 @@ class Adapter(ABC):
         require_weights(self.name, self.module)
         self.require_eval()
         proof = Proof(self, self.architecture, self.reader.sample())
-        self._run_proof(proof)
-        if self._closed_form:
-            self._closed_form = proof.closed_form_holds()
-        self._causal = proof.is_causal()
+        with full_precision():
+            self._run_proof(proof)
+            if self._closed_form:
+                self._closed_form = proof.closed_form_holds()
+            self._causal = proof.is_causal()
         self.checks = proof.checks
 
     def require_eval(self) -> None:

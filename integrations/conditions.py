@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from captum_hta.model.sites import without_autocast
+from captum_hta.model.precision import full_precision
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -80,7 +80,7 @@ def heads_error(pattern: Tensor, value: Tensor, outputs: Tensor, real: Tensor) -
         real: ``[batch, query]``, true for real tokens.
     """
     wide = torch.promote_types(outputs.dtype, torch.float32)
-    with without_autocast():
+    with full_precision():
         expected = (pattern.to(wide) @ value.to(wide)).transpose(1, 2).flatten(2)
     found = outputs.flatten(2).to(wide)
     return relative_error(expected[real], found[real])

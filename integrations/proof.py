@@ -15,12 +15,12 @@ from captum_hta.integrations.conditions import heads_error, relative_error, tole
 from captum_hta.jacobian.closed_form import attention_energies
 from captum_hta.jacobian.engine import answer
 from captum_hta.jacobian.forward_pass import ForwardPass
-from captum_hta.jacobian.precision import matmul_precision
 from captum_hta.jacobian.query import Query
 from captum_hta.model.attention import Attention
 from captum_hta.model.encoding import Batch, Encoding
+from captum_hta.model.precision import full_precision
 from captum_hta.model.protocol import Check, Model
-from captum_hta.model.sites import Site, observed, replaced, without_autocast
+from captum_hta.model.sites import Site, observed, replaced
 
 logger = logging.getLogger(__name__)
 PROVEN_COMPONENTS = 12 * 768
@@ -51,7 +51,7 @@ class Proof:
     @cached_property
     def attention(self) -> list[Attention]:
         """The attention of every layer for the tokens of the proof."""
-        with matmul_precision("highest"), without_autocast():
+        with full_precision():
             return self.model.attention(self.batch)
 
     def require(self, holds: bool, name: str, what: str, found: str = "") -> None:
@@ -196,7 +196,7 @@ class Proof:
         if factors is None:
             return False
         expected = self._energies_by_autograd(layer)
-        with matmul_precision("highest"), without_autocast():
+        with full_precision():
             found = attention_energies(factors)[:, :, 1]
         error = ((found - expected).abs().amax() / expected.amax()).item()
         holds = error < max(1e-3, 8 * torch.finfo(model.dtype).eps)

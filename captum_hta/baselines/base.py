@@ -11,8 +11,8 @@ from torch import Tensor
 
 from captum_hta.model.activations import Activations
 from captum_hta.model.encoding import Encoding, Text
+from captum_hta.model.precision import full_precision
 from captum_hta.model.protocol import Model
-from captum_hta.model.sites import without_autocast
 from captum_hta.texts import encoded, listed
 
 
@@ -55,7 +55,7 @@ class Baseline(ABC):
         if self.model.key_layers is not None and not self.supports_cross_attention:
             raise ValueError(f"{self.name} is not defined for cross attention")
         encodings = [encoded(self.model, text, row) for row, text in enumerate(listed(self.model, texts))]
-        with torch.inference_mode(False), without_autocast():
+        with torch.inference_mode(False), full_precision():
             return padded([self._checked_values(row, encoding) for row, encoding in enumerate(encodings)])
 
     def _checked_values(self, row: int, encoding: Encoding) -> Tensor:

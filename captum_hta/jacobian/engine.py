@@ -17,12 +17,11 @@ from captum_hta.jacobian.linearize.recorder import NotLinearizableError
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 from captum_hta.jacobian.norms import Energy, joined, refuse_not_finite
 from captum_hta.jacobian.plan import Costs, Plan, plan
-from captum_hta.jacobian.precision import matmul_precision
 from captum_hta.jacobian.probes import FIRST_PROBES, probe_energies
 from captum_hta.jacobian.query import Query, ResolvedQuery, joined_heads, query_positions
 from captum_hta.jacobian.reverse import reverse_energies
 from captum_hta.jacobian.target_directions import directions_for
-from captum_hta.model.sites import without_autocast
+from captum_hta.model.precision import full_precision, matmul_precision
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def answer(
     Raises:
         ValueError: If the forward pass does not fit the query; see :class:`ForwardPass`.
     """
-    with matmul_precision("highest"), without_autocast():
+    with full_precision():
         return _Run(forward_pass, query, streams, chunk, progress).answer()
 
 

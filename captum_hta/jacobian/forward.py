@@ -15,8 +15,8 @@ from torch import Tensor
 
 from captum_hta.jacobian.linearize.windowed import WindowedLinearization
 from captum_hta.jacobian.norms import NORMS, Energy, accumulation_dtype, energies
-from captum_hta.jacobian.precision import matmul_precision
 from captum_hta.jacobian.query import ResolvedQuery
+from captum_hta.model.precision import matmul_precision
 
 
 def forward_energies(

@@ -28,6 +28,7 @@ from captum_hta.jacobian.linearize.lost_derivatives import (
 from captum_hta.jacobian.linearize.recorder import Recorder, refuse_batch_statistics
 from captum_hta.jacobian.random_state import IsolatedRandomState
 from captum_hta.jacobian.torch_internals import tree_map
+from captum_hta.model.precision import full_precision
 from captum_hta.model.sites import (
     LastTarget,
     Site,
@@ -35,7 +36,6 @@ from captum_hta.model.sites import (
     hook_site,
     only_tensor,
     with_replaced,
-    without_autocast,
 )
 
 logger = logging.getLogger(__name__)
@@ -406,7 +406,7 @@ def _undisturbed() -> Iterator[None]:
     with (
         torch.inference_mode(False),
         sdpa_kernel(SDPBackend.MATH),
-        without_autocast(),
+        full_precision(),
     ):
         torch.backends.mha.set_fastpath_enabled(False)
         try:

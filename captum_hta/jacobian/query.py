@@ -20,7 +20,7 @@ from captum_hta.jacobian.arguments import (
 )
 from captum_hta.jacobian.norms import NORMS
 from captum_hta.jacobian.plan import MODES
-from captum_hta.jacobian.precision import PRECISIONS
+from captum_hta.model.precision import PRECISIONS
 
 Selector = int | slice | Sequence[int] | Tensor | None
 """Positions: one, a range, several, or ``None`` for all."""

@@ -1,11 +1,11 @@
-"""The precision of float32 matrix products, set for a while."""
+"""The precision of computations, set for a while."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -55,3 +55,13 @@ def matmul_precision(precision: str) -> Iterator[None]:
         finally:
             torch.set_float32_matmul_precision(before)
             _turn.holder = holder
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute without autocast, and matrix products in the highest precision, within the context."""
+    with matmul_precision("highest"), ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from captum_hta.model.precision import full_precision
+
 
 @dataclass(frozen=True)
 class Site:
@@ -65,7 +67,7 @@ def observed(sites: dict[str, Module | Site], run: Callable[[], object]) -> dict
         for name, place in sites.items():
             site = as_site(place)
             hooks.callback(hook_site(site, keep(name, site)).remove)
-        with suppress(LastTarget), torch.inference_mode(), without_autocast():
+        with suppress(LastTarget), torch.inference_mode(), full_precision():
             run()
     return found
 
@@ -123,16 +125,6 @@ def with_replaced(value: object, old: Tensor, new: Tensor) -> object:
     items = [new if item is old else item for item in value]
     build: Callable[..., object] = type(value)
     return build(*items) if hasattr(value, "_fields") else build(items)
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Compute in the dtypes of the weights within the context."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def main_keyword(kwargs: Mapping[str, object]) -> str | None:

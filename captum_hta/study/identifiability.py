@@ -26,8 +26,9 @@ from torch.nn.functional import normalize
 from captum_hta.batching import batches_of
 from captum_hta.jacobian.endpoints import layers_of
 from captum_hta.model.encoding import Encoding
+from captum_hta.model.precision import full_precision
 from captum_hta.model.protocol import Model
-from captum_hta.model.sites import observed, without_autocast
+from captum_hta.model.sites import observed
 from captum_hta.statistics.accumulators import RowMean
 from captum_hta.study.analysis import Advance, Analysis, Once
 from captum_hta.study.encoded_corpus import Dimensions
@@ -182,7 +183,7 @@ def identify(
     found.sentences = split_counts(len(chosen))
     test_lengths = lengths[-found.sentences[2] :]
     rows_of_hits = np.zeros((*found.epochs.shape, sum(test_lengths)))
-    with torch.inference_mode(False), without_autocast():
+    with torch.inference_mode(False), full_precision():
         for row, layer in enumerate(numbers):
             training, validation, test = read_tokens(model, chosen, layer).split(found.sentences)
             for at in np.ndindex(len(MAPS), len(DISTANCES)):

@@ -50,7 +50,8 @@ from captum_hta.integrations.transformers.wrappers import unwrapped
 from captum_hta.integrations.weights import linear_map, repeated, sum_norm, weight_of
 from captum_hta.model.attention import Attention, AttentionFactors, OutputProjection, Unembedding
 from captum_hta.model.encoding import Batch
-from captum_hta.model.sites import Site, observed, without_autocast
+from captum_hta.model.precision import full_precision
+from captum_hta.model.sites import Site, observed
 from captum_hta.model.size import Size
 
 
@@ -195,7 +196,7 @@ class TransformersModel(Adapter):
         """The attention of every layer, from one forward pass."""
         self.require_eval()
         recording = Recording(self.places)
-        with recording.of(self.base), torch.inference_mode(), without_autocast():
+        with recording.of(self.base), torch.inference_mode(), full_precision():
             out = self._run_with_patterns(batch)
         if recording.calls:
             self._require_own_attention(batch, recording)
@@ -218,7 +219,7 @@ class TransformersModel(Adapter):
         name = foreign_attention(self.base)
         if name is None:
             return
-        with recorded_outputs(self.base, name) as outputs, torch.inference_mode(), without_autocast():
+        with recorded_outputs(self.base, name) as outputs, torch.inference_mode(), full_precision():
             self._run(self.base, *batch.inputs, *batch.extra)
         for layer, place in enumerate(self.places):
             call = recording.call(layer)
