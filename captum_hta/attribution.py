@@ -28,6 +28,8 @@ from captum_hta.jacobian.engine import Answer, Progress, answer
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.norms import NORMS, NotFiniteError, shares
 from captum_hta.jacobian.query import ONE_PROBE, Query
+from captum_hta.jacobian.rehearsal import rehearse
+from captum_hta.model.precision import full_precision
 
 Attribution = Tensor | tuple[Tensor, ...] | list[Tensor | tuple[Tensor, ...]]
 """For one source a tensor, for several a tuple; for several layers a list of these."""
@@ -192,9 +194,9 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
             rows sum to 1 together. A list of layers gives a list of these.
 
         Raises:
-            ValueError: If a module is not called, the source does not come before the target, no path
-                joins them, a tensor lacks the axes above, a dropout is active, or an argument is out
-                of its range.
+            ValueError: If a module is not called or the target is called twice, the source does not come
+                before the target, no path joins them, a tensor lacks the axes above, a dropout is active, the
+                model keeps state between forward passes, or an argument is out of its range.
             TypeError: If token ids are passed without a ``source_layer``, or an argument is of a wrong
                 type.
         """
@@ -241,6 +243,8 @@ class HiddenTokenAttribution(NeuronAttribution, GradientAttribution):  # type: i
         self, forward_pass: ForwardPass, query: Query, internal_batch_size: int | None, show_progress: bool
     ) -> list[Answer]:
         """The answers for the parts that ``internal_batch_size`` splits the batch into."""
+        with full_precision():
+            rehearse(forward_pass)
         batch = examples_of(forward_pass)
         if internal_batch_size is not None and internal_batch_size < batch:
             check_split(forward_pass)

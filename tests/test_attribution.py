@@ -306,11 +306,61 @@ def test_a_layer_is_its_own_source(mode):
     same(result, torch.eye(TOKENS).double().expand(BATCH, -1, -1))
 
 
-def test_layers_behind_the_target_do_not_run():
-    """The forward pass ends at the last target."""
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_behind_the_target_run_once(mode):
+    """A first forward pass shows whether the target is called again; all others end at the last target."""
+    model, runs = tiny(), []
+    model.second.out.register_forward_hook(lambda *args: runs.append(1))
+    assert hta(model, ["first.z", "second.z"]).attribute(data(), mode=mode)
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_fails_behind_the_target_does_not_matter(mode):
+    """As of an encoder-decoder model that is called without the decoder's text."""
     model = tiny()
-    model.second.out.register_forward_hook(lambda *args: pytest.fail("ran on"))
-    assert hta(model, ["first.z", "second.z"]).attribute(data())
+
+    def fail(*args):
+        raise TypeError("there is no text for the decoder")
+
+    expected = hta(model, "first.z").attribute(data(), mode=mode)
+    model.second.out.register_forward_hook(fail)
+    same(hta(model, "first.z").attribute(data(), mode=mode), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_target_that_is_called_again(mode):
+    """It is not clear which call is meant, be it for an example or for a weight shared by two blocks."""
+    model = tiny()
+    twice = torch.nn.Module()
+    twice.inner = model
+    twice.forward = lambda x: model(model(x))
+    with pytest.raises(
+        ValueError, match=r"'inner.first.z' is called 2 times in one forward pass.*called once"
+    ):
+        HiddenTokenAttribution(twice, model.first.z).attribute(data(), mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["counter", "cache", "own random numbers"])
+def test_a_model_that_keeps_state(mode, kind):
+    """Each forward pass would be another function."""
+    model, seen = tiny(), []
+    generator = torch.Generator()
+
+    def disturbed(x):
+        seen.append(x.detach())
+        change = {
+            "counter": len(seen),
+            "cache": sum(seen),
+            "own random numbers": torch.rand((), generator=generator),
+        }
+        return model(x * change[kind])
+
+    with pytest.raises(
+        ValueError, match=r"has another value when forward_func is called again.*keeps no state"
+    ):
+        HiddenTokenAttribution(disturbed, model.second.z).attribute(data(), mode=mode)
 
 
 # --- arguments of attribute -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,36 @@ Enter = Callable[[Tensor], Tensor]
 
 class NoPathError(ValueError):
     """No source reaches a target."""
+
+
+class _Found(dict[Site, Tensor]):
+    """The targets that a forward pass has reached.
+
+    Args:
+        count: The number of targets.
+        to_end: Go on after the last of them.
+    """
+
+    def __init__(self, count: int, to_end: bool) -> None:
+        super().__init__()
+        self.count, self.to_end = count, to_end
+
+    def keep(self, site: Site, target: Tensor) -> None:
+        """Keep a target at its first call, and end the forward pass at the last target."""
+        self.setdefault(site, target)
+        if len(self) == self.count and not self.to_end:
+            raise LastTarget
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Let the forward pass end at its last target, or let it fail after it."""
+        try:
+            yield
+        except LastTarget:
+            pass
+        except Exception:
+            if len(self) < self.count:
+                raise
 
 
 class ForwardPass:
@@ -193,11 +223,21 @@ class ForwardPass:
                 self.name(layer),
             )
 
-    def _run(self, enter: Enter) -> list[Tensor]:
+    def values(self, to_end: bool = False) -> list[Tensor]:
+        """The targets.
+
+        Args:
+            to_end: Let the forward pass go on after its last target. What the model does there may fail, for
+                want of arguments.
+        """
+        with _undisturbed(), torch.no_grad():
+            return self._run(torch.clone, to_end)
+
+    def _run(self, enter: Enter, to_end: bool = False) -> list[Tensor]:
         """Run the model up to its last target, with each source replaced by what ``enter`` returns."""
         if isinstance(self.forward_func, Module):
             refuse_batch_statistics(self.forward_func)
-        found: dict[Site, Tensor] = {}
+        found = _Found(len(set(self.layers)), to_end)
         sources: list[Tensor] = []
         inputs, extra = tree_map(_plain, (self.inputs, self.extra))
         with ExitStack() as hooks:
@@ -208,7 +248,7 @@ class ForwardPass:
             hooks.callback(self._hook_sequence_first(sources).remove)
             self._hook_targets(found, sources, hooks)
             hooks.enter_context(IsolatedRandomState())
-            with suppress(LastTarget):
+            with found.ending():
                 self.forward_func(*inputs, *extra)
         for site in self.layers:
             if site not in found:
@@ -279,7 +319,7 @@ class ForwardPass:
 
         return register_module_forward_pre_hook(check)
 
-    def _hook_targets(self, found: dict[Site, Tensor], sources: list[Tensor], hooks: ExitStack) -> None:
+    def _hook_targets(self, found: _Found, sources: list[Tensor], hooks: ExitStack) -> None:
         attention: dict[nn.MultiheadAttention, Site] = {}
         for site in dict.fromkeys(self.layers):
             if isinstance(site.module, nn.MultiheadAttention) and not site.at_input:
@@ -293,16 +333,14 @@ class ForwardPass:
         if attention:
             hooks.enter_context(HeadOutputs(keep, list(attention)))
 
-    def _hook_target(self, site: Site, found: dict[Site, Tensor], sources: list[Tensor]) -> RemovableHandle:
+    def _hook_target(self, site: Site, found: _Found, sources: list[Tensor]) -> RemovableHandle:
         def keep(value: object) -> None:
             target = only_tensor(site.pick(value), self._what(site))
             self._keep(site, target, found, sources, self.batch_dim)
 
         return hook_site(site, keep)
 
-    def _keep(
-        self, site: Site, target: Tensor, found: dict[Site, Tensor], sources: list[Tensor], batch_dim: int
-    ) -> None:
+    def _keep(self, site: Site, target: Tensor, found: _Found, sources: list[Tensor], batch_dim: int) -> None:
         """Check a target and keep a copy of it, which no later write changes, with the batch first."""
         what = self._what(site)
         if not sources:
@@ -318,9 +356,7 @@ class ForwardPass:
         kept = kept.transpose(0, batch_dim) if batch_dim else kept
         count = self.num_heads[self.layers.index(site)]
         tokens = sum(source.shape[1] for source in sources)
-        found[site] = _positions_first(kept, count, tokens, what)
-        if len(found) == len(set(self.layers)):
-            raise LastTarget
+        found.keep(site, _positions_first(kept, count, tokens, what))
 
     def _what(self, site: Site) -> str:
         return f"the {'input' if site.at_input else 'output'} of {self.name(site)}"
