@@ -328,6 +328,37 @@ def test_what_fails_behind_the_target_does_not_matter(mode):
     same(hta(model, "first.z").attribute(data(), mode=mode), expected)
 
 
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator, or the exact derivative."""
+
+    @staticmethod
+    def forward(ctx, x, straight_through):
+        ctx.save_for_backward(x)
+        ctx.straight_through = straight_through
+        return x.round() if straight_through else x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return (gradient if ctx.straight_through else gradient * x.cos()), None
+
+
+@pytest.mark.parametrize("mode", ANY_WAY)
+@pytest.mark.parametrize("straight_through", [True, False])
+def test_a_backward_function_of_the_model(mode, straight_through, caplog):
+    """Contributions are those of the function, with a warning if the target moves otherwise."""
+    model = tiny()
+    model.first.register_forward_hook(lambda module, args, out: Rounded.apply(out, straight_through))
+    if mode == "forward" and straight_through:
+        with pytest.raises(ValueError, match="custom backward"):
+            hta(model, "second.z").attribute(data(), mode=mode)
+        return
+    hta(model, "second.z").attribute(data(), mode=mode)
+    assert (
+        "do not move as the model's own backward functions say (Rounded" in caplog.text
+    ) == straight_through
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_target_that_is_called_again(mode):
     """It is not clear which call is meant, be it for an example or for a weight shared by two blocks."""

@@ -1,4 +1,6 @@
-r"""A check that a derivative is that of the numbers, for models whose numbers leave PyTorch.
+r"""A check that a derivative is that of the numbers.
+
+It is for models whose numbers leave PyTorch, and for models with backward functions of their own.
 
 Autograd takes a number that was read with ``item()``, ``tolist()`` or ``numpy()`` as a constant. Whether it
 was only looked at, as in ``if x.max() > 1``, or went on to the target, shows in central differences,
@@ -11,6 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from captum_hta.jacobian.linearize.tokenwise import noise
 
@@ -45,6 +49,22 @@ def fits(run: Run, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool
         any(_fits(run, sources, targets, directions, step) for step in STEPS)
         for directions in zip(*draws, strict=True)
     )
+
+
+def custom_functions(targets: Sequence[Tensor]) -> list[str]:
+    """Names of the functions with a ``backward`` written in Python that the targets are computed by."""
+    names: dict[str, None] = {}
+    seen: set[Node] = set()
+    left = [target.grad_fn for target in targets]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left.extend(following for following, _ in node.next_functions)
+        if isinstance(node, BackwardCFunction):
+            names[type(node).__name__.removesuffix("Backward")] = None
+    return list(names)
 
 
 def _fits(

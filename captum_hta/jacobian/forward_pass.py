@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from captum_hta.jacobian.difference_check import fits, is_measurable
+from captum_hta.jacobian.difference_check import custom_functions, fits, is_measurable
 from captum_hta.jacobian.heads import HeadOutputs, known_heads, refuse_mixed_heads
 from captum_hta.jacobian.linearize.linearization import Linearization
 from captum_hta.jacobian.linearize.lost_derivatives import (
@@ -186,6 +186,7 @@ class ForwardPass:
                     raise self.no_path(layer)
             with named_losses():
                 self._check_exits(watch.exits, entered, targets)
+                self._check_custom_functions(entered, targets)
                 yield entered, targets
 
     def _check_exits(self, exits: Sequence[Loss], entered: list[Tensor], targets: list[Tensor]) -> None:
@@ -200,6 +201,16 @@ class ForwardPass:
                 f"numbers leave PyTorch by {how} and come back on the way from the source, which autograd "
                 "takes as constants: compute with tensors there, or choose a source or a target that it does "
                 "not lie between"
+            )
+
+    def _check_custom_functions(self, entered: list[Tensor], targets: list[Tensor]) -> None:
+        """Warn if a backward function that the model defines itself does not fit how the targets move."""
+        names = custom_functions(targets)
+        if names and is_measurable(entered) and not fits(self._run, entered, targets):
+            logger.warning(
+                "the targets do not move as the model's own backward functions say (%s; a straight-through "
+                "estimator?): contributions are those of these functions",
+                ", ".join(names),
             )
 
     def _where(self, loss: Loss) -> str:
