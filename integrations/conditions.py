@@ -12,6 +12,8 @@ from torch.nn import Module
 
 from captum_hta.model.precision import full_precision
 
+_PEFT_SETTINGS = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
+"""Attributes of PEFT's layers that decide what they compute."""
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -46,13 +48,18 @@ def require_weights(name: str, model: Module) -> None:
 def weights_fingerprint(model: Module) -> str:
     """A digest of the names and values of all weights, and of buffers such as the masks of pruning.
 
-    Frequencies of rotary embeddings are left out: some models change them in each forward pass.
+    With PEFT, which adapters are active and how they are scaled is part of it. Frequencies of rotary
+    embeddings are left out: some models change them in each forward pass.
     """
     digest = hashlib.blake2b(digest_size=16)
     buffers = [(name, value) for name, value in model.named_buffers() if "inv_freq" not in name]
     for name, parameter in sorted([*model.named_parameters(), *buffers], key=itemgetter(0)):
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    for name, module in model.named_modules():
+        found = [getattr(module, setting, None) for setting in _PEFT_SETTINGS]
+        settings = [value for value in found if isinstance(value, bool | float | list | tuple | dict)]
+        digest.update(f"{name} {settings}".encode())
     return digest.hexdigest()
 
 

@@ -277,11 +277,12 @@ class OneStudy:
         from captum_hta.study import run as studies
         from captum_hta.study.checkpoint import Shards
         from captum_hta.study.folder import check_nothing_kept
+        from captum_hta.study.outputs import PARTS
 
         kept_in = self.folder if self.options.keep_contributions else None
-        if kept_in is not None and not (self.folder / "parts").exists():
+        if kept_in is not None and not (self.folder / PARTS).exists():
             check_nothing_kept(self.folder)
-        shards = Shards(self.folder / "parts", self._facts(model, texts))
+        shards = Shards(self.folder / PARTS, self._facts(model, texts))
         try:
             with progress(len(texts)) as advance, progress_of("maps of hidden tokens") as advance_maps:
                 return studies.run(
@@ -294,8 +295,19 @@ class OneStudy:
 
     def _facts(self, model: Model, texts: list[Text]) -> dict[str, object]:
         """What decides the numbers: a stopped study continues only if all of it is the same."""
-        digest = hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
-        own = {"model": model.fingerprint, "texts": digest, "version": __version__}
+        from captum_hta.computation import fingerprint
+        from captum_hta.texts import encoded
+
+        read = (
+            fingerprint(encoded(model, text, number, self.options.truncation))
+            for number, text in enumerate(texts)
+        )
+        own = {
+            "model": model.fingerprint,
+            "texts": _digest(repr(texts)),
+            "tokens": _digest(" ".join(map(str, read))),
+            "version": __version__,
+        }
         return self.options.facts() | own
 
     def _record(self, model: Model, corpus: Corpus, cut: int, found: Study, seconds: float) -> RunRecord:
@@ -327,6 +339,10 @@ class OneStudy:
         _print_left_out(model, record["counts"])
         say(f"Report: {self.folder / 'report.html'}")
         return LabelledStudy(self.pairing.label or "", self.pairing.folder, found, record)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _print_layers(summary: pd.DataFrame, name: str) -> None:

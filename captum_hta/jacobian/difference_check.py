@@ -62,7 +62,7 @@ def custom_functions(targets: Sequence[Tensor]) -> list[str]:
             continue
         seen.add(node)
         left.extend(following for following, _ in node.next_functions)
-        if isinstance(node, BackwardCFunction):
+        if BackwardCFunction in type(node).__mro__:
             names[type(node).__name__.removesuffix("Backward")] = None
     return list(names)
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from captum_hta.storage import StoredArray, checksum, write_whole
+from captum_hta.study.outputs import own_folder
 
 
 class OtherRunError(ValueError):
@@ -38,7 +39,7 @@ class Shards:
 
     def __init__(self, folder: Path, facts: Mapping[str, object]) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        own_folder(folder)
         facts = json.loads(json.dumps(dict(facts)))
         self.digest = _digest(json.dumps(facts, sort_keys=True).encode())
         known = self._read_facts()

@@ -16,15 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from captum_hta.storage import StoredArray, write_whole
-from captum_hta.study.outputs import is_intact
+from captum_hta.study.outputs import KEPT, is_intact, own_folder
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Matrices = dict[str, StoredArray]
 """The matrices of a text by name, and the labels of its tokens."""
-KEPT = "contributions"
-"""Name of the folder of the matrices."""
 RUN = "run"
 """Name of the digest of the run in a file of matrices."""
 UNREADABLE = (OSError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile)
@@ -208,5 +206,5 @@ def keep(folder: Path, shard: int, texts: Mapping[int, Matrices], run: str) -> N
         with path.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
 
-    (folder / KEPT).mkdir(parents=True, exist_ok=True)
+    own_folder(folder / KEPT)
     write_whole(_kept_file(folder, shard), write)

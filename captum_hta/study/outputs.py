@@ -16,6 +16,8 @@ from captum_hta.storage import write_whole
 
 MANIFEST = ".captum-hta.json"
 WRITER = "captum-hta"
+PARTS, KEPT = "parts", "contributions"
+"""Folders in the folder of a study: of finished parts, and of every matrix."""
 Digests = dict[str, list[str]]
 """For each file by its name the digests of what was written; two while it is being replaced."""
 
@@ -25,11 +27,13 @@ class ForeignFileError(ValueError):
 
 
 def check_outputs(folder: Path, patterns: Iterable[str]) -> None:
-    """Check that no file which matches a pattern is the user's.
+    """Check that no file which matches a pattern is the user's, and that no folder for parts is a link.
 
     Raises:
         ForeignFileError: If one is; names it.
     """
+    for name in (PARTS, KEPT):
+        _refuse_link(folder / name)
     known = _read_manifest(folder)
     for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
@@ -63,10 +67,25 @@ def is_intact(path: Path) -> bool:
     return digests is None or _digest(path.read_bytes()) in digests
 
 
-def _check_own(path: Path, known: Digests) -> None:
-    """Raise a ``ForeignFileError`` if something else than a file of this package has this path."""
+def own_folder(path: Path) -> Path:
+    """Make a folder for parts of results, if it is missing.
+
+    Raises:
+        ForeignFileError: If its path is a symbolic link: what it points to is not ours to write to.
+    """
+    _refuse_link(path)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _refuse_link(path: Path) -> None:
     if path.is_symlink():
         raise ForeignFileError(f"{path} is a symbolic link: remove it, or name another folder")
+
+
+def _check_own(path: Path, known: Digests) -> None:
+    """Raise a ``ForeignFileError`` if something else than a file of this package has this path."""
+    _refuse_link(path)
     if path.exists() and not path.is_file():
         raise ForeignFileError(f"{path} is not a file: move it, or name another folder")
     if path.exists() and _digest(path.read_bytes()) not in known.get(path.name, []):

@@ -817,6 +817,16 @@ def test_links_are_not_followed(command: Command, tmp_path: Path, name: str) -> 
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["parts", "contributions"])
+def test_linked_folders_are_not_written_to(command: Command, tmp_path: Path, name: str) -> None:
+    """Neither parts nor matrices of a study go where a symbolic link points to."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "mine")
+    command("study", "--out", "out", "--keep-contributions").fails(f"out/{name} is a symbolic link")
+    assert not list((tmp_path / "mine").iterdir())
+
+
 def test_other_files_are_left_alone(command: Command, tmp_path: Path) -> None:
     """Trying whether a folder can be written touches no file that is there."""
     (tmp_path / "out").mkdir()

@@ -66,6 +66,29 @@ def test_lora_equals_the_merged_model(cls: type[Module], options: dict, adapter:
     assert off(found[0], contributions(plain, [PAIR])) > 1e-3
 
 
+def test_fingerprints_know_adapters() -> None:
+    """Which adapters are active and how they are scaled decides the numbers, without changing a weight."""
+    peft = pytest.importorskip("peft")
+    wrapped = lora(tiny_bert(hf.BertModel))
+    wrapped.add_adapter("other", peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+    layers = [module for module in wrapped.modules() if hasattr(module, "set_scale")]
+    found, prints = [], []
+    for change in (
+        lambda: None,
+        lambda: wrapped.set_adapter("other"),
+        lambda: wrapped.set_adapter("default"),
+        lambda: [layer.set_scale("default", 3.0) for layer in layers],
+    ):
+        change()
+        model = load_model(wrapped.double(), WordTokenizer())
+        prints.append(model.fingerprint)
+        found.append(contributions(model, "a b c").values)
+    assert prints[0] == prints[2]
+    assert found[0].equal(found[2])
+    assert len(set(prints)) == 3
+    assert not any(found[0].allclose(other) for other in (found[1], found[3]))
+
+
 @pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig", "PromptEncoderConfig"])
 def test_virtual_tokens_are_refused(kind: str) -> None:
     """Their rows would be those of the model without them."""
