@@ -36,7 +36,9 @@ def norms(blocks: Tensor, heads: int, norm: str) -> Tensor:
         return split.square().sum((-1, -2)).sqrt()
     if norm == "sum":
         return split.sum(-2).square().sum(-1).sqrt()
-    return torch.linalg.svdvals(split)[..., 0]
+    if norm == "spectral":
+        return torch.linalg.svdvals(split)[..., 0]
+    raise ValueError(f"the norm {norm!r} has no reference yet: define it here")
 
 
 def shares(r: Tensor) -> Tensor:

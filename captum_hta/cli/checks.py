@@ -64,9 +64,9 @@ def probes_or_exact(
     if exact and (probes is not None or tolerance is not None):
         raise UserError("--exact takes no probes: leave out --probes and --tolerance")
     choice("norm", norm, NORMS)
-    if NORMS[norm] is not None and (probes is not None or tolerance is not None):
+    if NORMS[norm].of_gram is not None and (probes is not None or tolerance is not None):
         raise UserError(f"--probes and --tolerance do not estimate a {norm} norm: leave them out")
     Query(norm=norm, n_probes=probes, tolerance=tolerance)
-    if exact or NORMS[norm] is not None:
+    if exact or NORMS[norm].of_gram is not None:
         return None
     return probes if probes is not None or tolerance is not None else default

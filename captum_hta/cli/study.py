@@ -269,7 +269,7 @@ class OneStudy:
             lengths.append(len(encoding))
             cut += missing_tokens(model, text, encoding) > 0
         layers = named_layers(settings.layers, model)
-        hidden = NORMS[settings.norm] is None
+        hidden = NORMS[settings.norm].of_gram is None
         print_forecasts(model, lengths, layers, settings.norm, settings.n_probes, settings.tolerance, hidden)
         return cut
 

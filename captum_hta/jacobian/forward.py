@@ -73,7 +73,7 @@ class Columns:
         if not self._totals:
             self._allocate(tangents)
         for token, part in enumerate(tangents, first):
-            if (of_gram := NORMS[self.norm]) is not None:
+            if (of_gram := NORMS[self.norm].of_gram) is not None:
                 self._add_gram(token, part, last_part, of_gram)
                 continue
             energy = energies(part, self.norm).mT

@@ -42,10 +42,9 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 def energies(tangents: Tensor, norm: str) -> Tensor:
     """What each tangent ``[..., head, d_head]`` adds to the energy: ``[..., head]``."""
     dtype = accumulation_dtype(tangents.device)
-    lengths: Tensor
-    if norm == "sum":
-        return tangents.sum(-1, dtype=dtype).square()
-    lengths = torch.linalg.vector_norm(tangents, dim=-1)
+    if (weights := NORMS[norm].row_weights(tangents)) is not None:
+        return (tangents * weights).sum(-1, dtype=dtype).square()
+    lengths: Tensor = torch.linalg.vector_norm(tangents, dim=-1)
     if lengths.dtype != torch.float32 or not _in_range(lengths):
         lengths = torch.linalg.vector_norm(tangents, dim=-1, dtype=dtype)
     return lengths.to(dtype).square()
@@ -95,15 +94,33 @@ def largest_eigenvalue(gram: Tensor) -> Tensor:
     return largest.clamp_min(0)
 
 
-NORMS: dict[str, Callable[[Tensor], Tensor] | None] = {
-    "frobenius": None,
-    "spectral": largest_eigenvalue,
-    "sum": None,
+@dataclass(frozen=True)
+class Norm:
+    """How a norm ``r`` of the Jacobian ``J`` of a head is computed; the Frobenius norm if nothing is given.
+
+    Attributes:
+        weights: From the numbers of components, ``[d_head]``, to their weights ``w``, for the length of the
+            gradient of the weighted sum of components, ``r ** 2 = |w^T J| ** 2``, which adds up over tangents.
+        of_gram: From the Gram matrix ``J J^T``, ``[..., d_head, d_head]``, to ``r ** 2``, ``[...]``, for a
+            norm that needs all rows and columns of ``J`` together. Probes cannot estimate it.
+    """
+
+    weights: Callable[[Tensor], Tensor] | None = None
+    of_gram: Callable[[Tensor], Tensor] | None = None
+
+    def row_weights(self, heads: Tensor) -> Tensor | None:
+        """The weights of the components of heads ``[..., d_head]``, as ``[d_head]``; ``None`` without a sum."""
+        if self.weights is None:
+            return None
+        return self.weights(torch.arange(heads.shape[-1], dtype=heads.dtype, device=heads.device))
+
+
+NORMS: dict[str, Norm] = {
+    "frobenius": Norm(),
+    "spectral": Norm(of_gram=largest_eigenvalue),
+    "sum": Norm(weights=torch.ones_like),
 }
-"""Every norm ``r``. One that needs all rows of a Jacobian ``J`` together is a function from the Gram matrix
-``J J^T``, ``[..., d_head, d_head]``, to ``r ** 2``, ``[...]``; to add such a norm, add it here. The others,
-for which ``None`` stands, add up over single tangents: see :func:`energies`.
-"""
+"""Every norm, by the name that users give."""
 
 
 def shares(energy: Energy) -> tuple[Tensor, Tensor | None]:

@@ -74,7 +74,7 @@ class Query:
         self._check_direction()
 
     def _check_estimate(self) -> None:
-        if NORMS[self.norm] is not None and self.is_estimate:
+        if NORMS[self.norm].of_gram is not None and self.is_estimate:
             raise ValueError(
                 f"probes do not estimate a {self.norm} norm: leave out n_probes and tolerance, or use the "
                 "norm 'frobenius'"
@@ -111,7 +111,7 @@ class Query:
 
     def cotangents(self, queries: int, heads: int, width: int) -> int:
         """Backward passes for one target: one for each component, or for each head where these are summed."""
-        summed = self.norm == "sum" or self.direction is not None
+        summed = NORMS[self.norm].weights is not None or self.direction is not None
         return queries * (heads if summed else width)
 
 

@@ -55,8 +55,8 @@ def reverse_energies(
 
 class _Rows:
     """The rows of the Jacobian of one target ``[batch, position, width]``, numbered by query, head and
-    component. With the norm ``"sum"`` or along a direction ``[batch, head, query, d_head]``, a head has a
-    single row: a weighted sum of its components.
+    component. With a norm of a weighted sum, or along a direction ``[batch, head, query, d_head]``, a head
+    has a single row: that sum of its components.
     """
 
     def __init__(self, target: Tensor, resolved: ResolvedQuery, heads: int, direction: Tensor | None) -> None:
@@ -64,8 +64,9 @@ class _Rows:
         positions = torch.arange(target.shape[1], device=target.device)
         self.queries = positions if resolved.positions is None else resolved.positions
         width = target.shape[2] // heads
-        if resolved.query.norm == "sum":
-            direction = target.new_ones(()).expand(len(target), heads, len(self.queries), width)
+        weights = NORMS[resolved.query.norm].row_weights(target.unflatten(-1, (heads, -1)))
+        if weights is not None:
+            direction = weights.expand(len(target), heads, len(self.queries), width)
         self.direction = direction
         self.components = width if direction is None else 1
 
@@ -88,7 +89,7 @@ class _Rows:
 
     def _chunks(self, rows: int, chunk: int) -> Sequence[Tensor]:
         """Chunks of row numbers; a norm of the Gram matrix needs all rows of a block together."""
-        if NORMS[self.resolved.query.norm] is not None:
+        if NORMS[self.resolved.query.norm].of_gram is not None:
             chunk = max(chunk // self.components, 1) * self.components
         return torch.split(torch.arange(rows, device=self.target.device), chunk)
 
@@ -109,7 +110,7 @@ class _Rows:
 
     def _add(self, total: Tensor, blocks: Tensor, gradients: Tensor) -> None:
         """Add the energies of gradients ``[row, batch, key, width]`` to those of their block."""
-        of_gram = NORMS[self.resolved.query.norm]
+        of_gram = NORMS[self.resolved.query.norm].of_gram
         if of_gram is None:
             total.index_add_(0, blocks, gradients.square().sum(-1))
             return

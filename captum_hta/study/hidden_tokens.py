@@ -48,7 +48,7 @@ class Mixing(Analysis):
     @classmethod
     def applies(cls, corpus: EncodedCorpus) -> bool:
         """To self-attention; not with norms of the Gram matrix, slow for a target as wide as the model."""
-        return corpus.is_self_attention and NORMS[corpus.settings.norm] is None
+        return corpus.is_self_attention and NORMS[corpus.settings.norm].of_gram is None
 
     @property
     def accumulators(self) -> dict[str, Accumulator]:

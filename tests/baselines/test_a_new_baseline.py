@@ -15,8 +15,8 @@ from captum_hta.integrations import TransformersModel
 from captum_hta.model.activations import Activations
 
 
-# 1. A subclass of Baseline, in the file of captum_hta/baselines that its idea belongs to, with a name for
-#    tables, its axes, and its values for one text.
+# 1. A subclass of Baseline, in a file of captum_hta/baselines/, with a name for tables, its axes, and its
+#    values for one text.
 class HiddenSimilarity(Baseline):
     """The cosine similarity of the hidden embeddings that enter a block."""
 
@@ -29,10 +29,11 @@ class HiddenSimilarity(Baseline):
         return unit @ unit.mT
 
 
-# 2. Its name in __all__ of captum_hta/baselines/__init__.py: from then on tests/baselines asks it, as every
-#    baseline, for numbers or a reason on every kind of model, for padding, finite activations and dropouts.
-# 3. Its place in ATTENTION_BASED or LOGIT_BASED of captum_hta/evaluation/methods.py, if the commands compare.
-# 4. A row whose values are known, in test_on_paper of tests/baselines/test_baselines.py.
+# 2. Its name in __all__ of captum_hta/baselines/__init__.py. The tests of all baselines then run on it: every
+#    kind of model, padding, infinite activations and dropout.
+# 3. Its place in ATTENTION_BASED or LOGIT_BASED of captum_hta/evaluation/methods.py, for the commands.
+# 4. A row whose values are known, in test_on_paper of tests/baselines/test_baselines.py, and its name in the
+#    list of README.md.
 
 
 def test_a_baseline_that_is_added(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What it takes to add an analysis: a class with a table, and a function that makes its section."""
+"""How an analysis is added, step by step as in CONTRIBUTING, with the first token's share as example."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ SETTINGS = StudySettings(n_probes=None)
 RECORD = {"model": "tiny BERT", "arguments": {}, "counts": {"examples": 5}}
 
 
+# 1. A subclass of Analysis, in a file of its own in captum_hta/study/: accumulators, add, tables.
 class FirstToken(Analysis):
     """The share of the first token in the input contribution."""
 
     name = "first_token"
     layer_columns: ClassVar[Mapping[str, str]] = {"first_token": "the first token's own share"}
-    layer_note = "Of a newcomer."
+    layer_note = "The first token is often a delimiter."
 
     def __init__(self, size: Dimensions) -> None:
         super().__init__(size)
@@ -71,11 +72,17 @@ class FirstToken(Analysis):
         return {"longest_text": self.longest}
 
 
+# 2. Its place in ANALYSES of captum_hta/study/analyses.py, from which every study takes its analyses.
+# 3. Its section, in a file of its own in captum_hta/report/.
 def first_token(found: Study) -> Section:
     """The section of the analysis."""
     table = found[FirstToken].tables()["first_token"]
     names = {"layer": "layer", "head": "head", "share": "share of the first token"}
     return Section("First token", "How much it contributes.", tables=[Table.of(table, "Shares", "", names)])
+
+
+# 4. The section's place in SECTIONS of captum_hta/report/contents.py, from which pages take their sections.
+# 5. A test in tests/study/, and a line for its table in README.md.
 
 
 def test_an_analysis_is_a_class_and_a_section(
@@ -102,5 +109,5 @@ def test_an_analysis_is_a_class_and_a_section(
     assert "First token</h2>" in page
     assert "share of the first token" in page
     assert "the first token&#39;s own share" in page
-    assert "Of a newcomer." in page
+    assert "The first token is often a delimiter." in page
     assert f"{expected[0, 0]:.3f}" in page
