@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from captum_hta.attribution import HiddenTokenAttribution
     from captum_hta.computation import contributions
+    from captum_hta.effects import HeadEffects, head_effects
     from captum_hta.evaluation.comparison import compare
     from captum_hta.evaluation.faithfulness import faithfulness
     from captum_hta.integrations import load_model
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Contributions",
     "Costs",
+    "HeadEffects",
     "HiddenTokenAttribution",
     "Plan",
     "Size",
@@ -29,6 +31,7 @@ __all__ = [
     "contributions",
     "faithfulness",
     "forecast",
+    "head_effects",
     "load_model",
     "logit_direction",
     "open_study",
@@ -39,12 +42,14 @@ _HOMES = {
     "contributions": "captum_hta.computation",
     "Contributions": "captum_hta.result",
     "Costs": "captum_hta.jacobian.plan",
+    "HeadEffects": "captum_hta.effects",
     "HiddenTokenAttribution": "captum_hta.attribution",
     "Plan": "captum_hta.jacobian.plan",
     "Size": "captum_hta.model.size",
     "compare": "captum_hta.evaluation.comparison",
     "faithfulness": "captum_hta.evaluation.faithfulness",
     "forecast": "captum_hta.jacobian.forecast",
+    "head_effects": "captum_hta.effects",
     "load_model": "captum_hta.integrations",
     "logit_direction": "captum_hta.jacobian.target_directions",
     "open_study": "captum_hta.study.folder",

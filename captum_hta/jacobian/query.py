@@ -171,8 +171,10 @@ def joined_heads(target: Tensor) -> Tensor:
     return target.flatten(2) if target.dim() == 4 else target
 
 
-def query_positions(selector: Selector, length: int, device: torch.device) -> Tensor | None:
-    """The positions ``[query]`` that a ``neuron_selector`` names, or ``None`` for all.
+def query_positions(
+    selector: Selector, length: int, device: torch.device, name: str = "neuron_selector"
+) -> Tensor | None:
+    """The positions ``[query]`` that an argument of that name selects, or ``None`` for all.
 
     Raises:
         ValueError: If a position lies outside the sequence, or there is none.
@@ -189,23 +191,20 @@ def query_positions(selector: Selector, length: int, device: torch.device) -> Te
     if isinstance(selector, slice):
         positions = list(range(length))[selector]
         if not positions:
-            raise ValueError(f"neuron_selector {selector} is empty for a target of {length} positions")
+            raise ValueError(f"{name} {selector} is empty for a target of {length} positions")
         return torch.tensor(positions, device=device)
-    named = _named_positions(selector)
+    named = _named_positions(selector, name)
     outside = [position for position in named if not -length <= position < length]
     if outside or not named:
         raise ValueError(
-            f"neuron_selector names {outside or 'no positions'}, but the target has positions 0 to "
-            f"{length - 1}"
+            f"{name} names {outside or 'no positions'}, but the target has positions 0 to {length - 1}"
         )
     return torch.tensor([position % length for position in named], device=device)
 
 
-def _named_positions(selector: object) -> list[int]:
+def _named_positions(selector: object, name: str) -> list[int]:
     several = selector.tolist() if isinstance(selector, Tensor | np.ndarray) else selector
     several = [several] if is_integer(several) else several
     if not isinstance(several, list | tuple | range) or not all(map(is_integer, several)):
-        raise TypeError(
-            f"neuron_selector names query positions: an int, a slice, or a list of ints, got {several!r}"
-        )
+        raise TypeError(f"{name} names query positions: an int, a slice, or a list of ints, got {several!r}")
     return [as_int(position) for position in several]

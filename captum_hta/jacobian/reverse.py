@@ -76,7 +76,7 @@ class _Rows:
         dtype = accumulation_dtype(self.target.device)
         sums = [x.new_zeros(blocks, *x.shape[:2], dtype=dtype) for x in sources]
         for rows in self._chunks(blocks * self.components, chunk):
-            gradients = _gradients(self.target, sources, self._cotangents(rows))
+            gradients = vector_jacobian_products(self.target, sources, self._cotangents(rows))
             if all(gradient is None for gradient in gradients):
                 return None
             for total, x, gradient in zip(sums, sources, gradients, strict=True):
@@ -119,7 +119,9 @@ class _Rows:
         total[blocks[:: self.components]] = of_gram(gram)
 
 
-def _gradients(target: Tensor, sources: Sequence[Tensor], cotangents: Tensor) -> list[Tensor | None]:
+def vector_jacobian_products(
+    target: Tensor, sources: Sequence[Tensor], cotangents: Tensor
+) -> list[Tensor | None]:
     """Vector-Jacobian products of a stack of cotangents, one at a time where they do not vectorise."""
     options = {"retain_graph": True, "allow_unused": True}
     try:

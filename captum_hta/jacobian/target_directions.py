@@ -9,18 +9,14 @@ which takes one backward pass for each head and query.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from captum_hta.jacobian.arguments import as_int, is_integer
+from captum_hta.model.frozen_norm import NormWeights
 from captum_hta.model.protocol import Model
-
-LARGE = 1e4
-"""Size of the components that norms are probed with, large enough that their epsilon does not matter."""
 
 
 def directions_for(
@@ -93,11 +89,12 @@ def logit_direction(
         TypeError: If a token is neither an id nor a text.
     """
     unembedding = model.unembedding
-    vector = _column(model, unembedding.weight, token)
+    vector = unembedding.weight[token_id(model, token)]
     if against is not None:
-        vector = vector - _column(model, unembedding.weight, against)
+        vector = vector - unembedding.weight[token_id(model, against)]
     if final_norm and unembedding.norm is not None:
-        vector = through_frozen_norm(unembedding.norm, vector)
+        weights = NormWeights.of(unembedding.norm, vector)
+        vector = weights.pull(vector.to(weights.weight)).to(vector)
     projections = [model.output_projection(layer) for layer in range(model.num_layers)]
     if not all(projection.residual for projection in projections):
         raise ValueError(
@@ -107,45 +104,17 @@ def logit_direction(
     return torch.stack([projection.weight @ vector for projection in projections])
 
 
-def _column(model: Model, weight: Tensor, token: int | str) -> Tensor:
-    """The row of the unembedding for a token, ``[width]``."""
+def token_id(model: Model, token: int | str) -> int:
+    """The id of a token that has a logit.
+
+    Raises:
+        ValueError: If the model has no such logit, or a text is not one token of it.
+        TypeError: If the token is neither an id nor a text.
+    """
     named = model.token(token) if isinstance(token, str) else token
     if not is_integer(named):
         raise TypeError(f"a token must be an id or a text, got {token!r}")
-    number = as_int(named)
-    if not 0 <= number < len(weight):
-        raise ValueError(f"there is no token {number}: the model has {len(weight)} tokens")
-    return weight[number]
-
-
-def through_frozen_norm(norm: Module, vector: Tensor) -> Tensor:
-    """A vector behind a norm, pulled back through the norm with its scale frozen: ``[width]``.
-
-    Norms store their weights in different ways (as they are, or minus one), so the weights are read off the
-    norm's outputs, in at least single precision.
-    """
-    if vector.dtype in (torch.float16, torch.bfloat16):
-        return through_frozen_norm(copy.deepcopy(norm).float(), vector.float()).to(vector)
-    with torch.no_grad():
-        ones = torch.ones_like(vector)
-        constant = _odd_part(norm, LARGE * ones)
-        if constant.abs().max() > 1e-3 * _odd_part(norm, LARGE * _signs(vector)).abs().max():
-            return constant * vector  # a norm by the root mean square
-        signs = _signs(vector)
-        offset = signs - signs.mean()
-        weight = _odd_part(norm, LARGE * signs) * offset.square().mean().sqrt() / offset
-        scaled = weight * vector
-        return scaled - scaled.mean()
-
-
-def _odd_part(norm: Module, x: Tensor) -> Tensor:
-    """The output of a norm without its bias."""
-    odd: Tensor = (norm(x) - norm(-x)) / 2
-    return odd
-
-
-def _signs(vector: Tensor) -> Tensor:
-    """Alternating one and minus one, ``[width]``."""
-    signs = torch.ones_like(vector)
-    signs[1::2] = -1
-    return signs
+    number, count = as_int(named), len(model.unembedding.weight)
+    if not 0 <= number < count:
+        raise ValueError(f"there is no token {number}: the model has {count} tokens")
+    return number

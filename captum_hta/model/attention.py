@@ -62,10 +62,12 @@ class Unembedding:
     Attributes:
         weight: ``[token, width]``.
         norm: The final norm, or ``None`` without one.
+        head: The module that multiplies by the weight, and adds a bias if there is one.
     """
 
     weight: Tensor
     norm: Module | None = None
+    head: Module | None = None
 
 
 @dataclass(frozen=True)

@@ -104,13 +104,14 @@ class TextReader:
         Raises:
             ValueError: If the text is no token, or several.
         """
-        ids = self._read((text,), {"add_special_tokens": False}).ids
-        if len(ids) != 1:
+        read = self._read((text,), {"add_special_tokens": False})
+        if len(read) != 1:
+            pieces = f" ({', '.join(map(repr, read.tokens))})" if read.tokens else ""
             raise ValueError(
-                f"{text!r} is {len(ids)} tokens, but one is needed: pass one token (many begin with a "
-                "blank), or its id"
+                f"{text!r} is {len(read)} tokens, but one is needed{pieces}: pass one token (many begin with "
+                "a blank), or its id"
             )
-        return ids[0]
+        return read.ids[0]
 
     def _of_ids(self, ids: list[int]) -> Encoding:
         """Token ids, with labels; they have no words.

@@ -146,7 +146,7 @@ class HookPointModel(Adapter):
         self._require_head()
         if self._is_encoder:
             raise ValueError(encoder_logits(self.name))
-        return Unembedding(self._unembedding_weight, getattr(self.lens, "ln_final", None))
+        return Unembedding(self._unembedding_weight, getattr(self.lens, "ln_final", None), self.lens.unembed)
 
     def _require_head(self) -> None:
         if not hasattr(self.lens, "unembed"):

@@ -311,7 +311,7 @@ class TransformersModel(Adapter):
         if not self.layout.direct_head:
             raise ValueError(encoder_logits(self.name))
         norm = self.layout.final_norm
-        return Unembedding(weight_of(head), None if norm is None else self.base.get_submodule(norm))
+        return Unembedding(weight_of(head), None if norm is None else self.base.get_submodule(norm), head)
 
     def logits(self, *args: Any) -> Tensor:
         """The logits for ``(*batch.inputs, *batch.extra)``.

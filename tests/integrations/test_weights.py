@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from captum_hta.integrations import TransformersModel
 from captum_hta.model.protocol import Model
 
 pytestmark = pytest.mark.slow
+README = Path(__file__).parents[2] / "README.md"
 SENTENCE = "The cat sat on the mat."
 ANTIBODY = "E V Q L V E S G G G"
 HEADS, QUERY = (0, 4), 3
@@ -94,6 +97,19 @@ def test_smollm2_has_its_head(smollm2: TransformersModel) -> None:
     batch = smollm2.batch([smollm2.encode("The capital of France is")])
     likeliest = smollm2.logits(*batch.inputs, *batch.extra)[0, -1].argmax()
     assert smollm2.tokenizer.decode(likeliest) == " Paris"
+
+
+def test_effects_of_the_readme(smollm2: TransformersModel, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its example runs: the strongest heads push Mary, whom they take more from than the other tokens."""
+    blocks = re.findall(r"```python[^\n]*\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
+    (block,) = [block for block in blocks if "head_effects" in block]
+    names: dict[str, Any] = {}
+    exec(re.sub(r"load_model\(.*\)", "smollm2", block), {"smollm2": smollm2}, names)
+    heads = names["heads"]
+    assert "L23H3" in capsys.readouterr().out
+    assert heads.top(1)["head"].item() == "L23H3"
+    assert heads.effects.shape == (30, 9)
+    torch.testing.assert_close(sum(heads.parts.values()), heads.logit, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from captum_hta import HiddenTokenAttribution, contributions, load_model, logit_direction
 from captum_hta.integrations import TransformerLensModel
-from captum_hta.jacobian.target_directions import through_frozen_norm
 
 TOKENS, HEADS, D_HEAD = 5, 2, 4
 WIDTH = HEADS * D_HEAD
@@ -168,21 +167,6 @@ def test_logit_direction(name: str, adapter: str) -> None:
         scaled = (added - added.mean() if centred else added) * weight  # with its scale frozen at 1
         (expected,) = torch.autograd.grad((columns[5] - columns[7]) @ scaled, z)
         torch.testing.assert_close(found[layer].double(), expected, rtol=1e-5, atol=1e-9)
-
-
-@pytest.mark.parametrize("width", [8, 7])
-def test_a_frozen_norm(width: int) -> None:
-    """A LayerNorm of any width is its weight and its centring, an RMSNorm its weight."""
-    torch.manual_seed(0)
-    vector = torch.randn(width).double()
-    weight = torch.randn(width).double()
-    layer_norm, rms_norm = nn.LayerNorm(width).double(), nn.RMSNorm(width).double()
-    for norm in (layer_norm, rms_norm):
-        norm.weight.data.copy_(weight)
-    layer_norm.bias.data.normal_()
-    expected = weight * vector
-    torch.testing.assert_close(through_frozen_norm(rms_norm, vector), expected)
-    torch.testing.assert_close(through_frozen_norm(layer_norm, vector), expected - expected.mean())
 
 
 def test_logit_direction_errors() -> None:
