@@ -100,7 +100,7 @@ class Norm:
 
     Attributes:
         weights: From the numbers of components, ``[d_head]``, to their weights ``w``, for the length of the
-            gradient of the weighted sum of components, ``r ** 2 = |w^T J| ** 2``, which adds up over tangents.
+            gradient of a weighted sum, ``r ** 2 = |w^T J| ** 2``, which adds up over tangents.
         of_gram: From the Gram matrix ``J J^T``, ``[..., d_head, d_head]``, to ``r ** 2``, ``[...]``, for a
             norm that needs all rows and columns of ``J`` together. Probes cannot estimate it.
     """
@@ -109,7 +109,7 @@ class Norm:
     of_gram: Callable[[Tensor], Tensor] | None = None
 
     def row_weights(self, heads: Tensor) -> Tensor | None:
-        """The weights of the components of heads ``[..., d_head]``, as ``[d_head]``; ``None`` without a sum."""
+        """The weights ``[d_head]`` of components of heads ``[..., d_head]``; ``None`` without a sum."""
         if self.weights is None:
             return None
         return self.weights(torch.arange(heads.shape[-1], dtype=heads.dtype, device=heads.device))

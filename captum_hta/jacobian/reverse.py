@@ -64,7 +64,7 @@ class _Rows:
         positions = torch.arange(target.shape[1], device=target.device)
         self.queries = positions if resolved.positions is None else resolved.positions
         width = target.shape[2] // heads
-        weights = NORMS[resolved.query.norm].row_weights(target.unflatten(-1, (heads, -1)))
+        weights = NORMS[resolved.query.norm].row_weights(torch.unflatten(target, -1, (heads, -1)))
         if weights is not None:
             direction = weights.expand(len(target), heads, len(self.queries), width)
         self.direction = direction
