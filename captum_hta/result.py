@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,7 +104,7 @@ class Contributions:
             return self.values.clone(), self.values.clone()
         from scipy.stats import t  # takes long to import
 
-        freedom = torch.tensor(self.probes, dtype=torch.float64).sub(1).clamp_min(1)
+        freedom = np.maximum(np.array(self.probes) - 1.0, 1.0)
         quantiles = torch.from_numpy(t.ppf((1 + level) / 2, freedom)).reshape(
             -1, *(1,) * (self.values.dim() - 1)
         )

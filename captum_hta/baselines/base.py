@@ -55,15 +55,20 @@ class Baseline(ABC):
         if self.model.key_layers is not None and not self.supports_cross_attention:
             raise ValueError(f"{self.name} is not defined for cross attention")
         encodings = [encoded(self.model, text, row) for row, text in enumerate(listed(self.model, texts))]
-        with torch.inference_mode(False), full_precision():
+        with torch.inference_mode(False), full_precision(), self.model.device:
             return padded([self._checked_values(row, encoding) for row, encoding in enumerate(encodings)])
 
     def _checked_values(self, row: int, encoding: Encoding) -> Tensor:
         activations = Activations(self.model, self.model.batch([encoding]), f"text {row}")
         _ = activations.pattern  # raises while a dropout is active
+        self.check(activations)
         values = self.values(activations)
         activations.finite(f"values of {self.name!r}", self.defined(values))
         return values
+
+    def check(self, activations: Activations) -> None:
+        """Raise a ``ValueError`` if the method gives no right values for a text; here it always does."""
+        return
 
     def defined(self, values: Tensor) -> Tensor:
         """The values of one text that must be finite; by default all."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta.baselines.base import Baseline
+from captum_hta.jacobian.linearize.lost_derivatives import DerivativeWatch, refuse_loss
 from captum_hta.model.activations import Activations, promoted
 from captum_hta.model.protocol import Model
 from captum_hta.model.sites import Site, replaced
@@ -39,6 +40,26 @@ class LogitBaseline(Baseline):
             if isinstance(value, bool) or not isinstance(value, int | None):
                 raise TypeError(f"{name} must be an int, got {value!r}")
         self.position, self.token = position, token
+
+    def check(self, activations: Activations) -> None:
+        """Check that no derivative is lost between the embedding and the logits.
+
+        Raises:
+            LostDerivativeError: If one is, as in quantised layers; names the operator.
+        """
+        watch = DerivativeWatch()
+
+        def entered(x: Tensor) -> Tensor:
+            leaf = x.detach().clone().requires_grad_()
+            watch.mark_source(leaf)
+            return leaf.clone()
+
+        with torch.enable_grad(), replaced(self.model.source(0), entered), watch:
+            logits = self.model.logits(*activations.repeated(1))
+        found = watch.dependence(logits)
+        if found is not None and found.lost is not None:
+            module = found.lost.module
+            refuse_loss(found.lost, "" if module is None else f" of {type(module).__qualname__}", "the logit")
 
     def logit_from(self, activations: Activations, place: Site | Module) -> Callable[..., Tensor]:
         """The logit as a function of the tensor at a place, ``[copy, ...]``, and the model's arguments."""

@@ -175,7 +175,7 @@ class OtherToken(Intervention):
         """A token of the corpus for each present one, and other than it."""
         corpus, drawn = torch.tensor(self.corpus, device="cpu"), present.clone()
         for _ in range(MAX_DRAWS):
-            places = torch.randint(len(corpus), (len(present),), generator=generator)
+            places = torch.randint(len(corpus), (len(present),), generator=generator, device="cpu")
             drawn = torch.where(drawn == present, corpus[places], drawn)
         return drawn
 

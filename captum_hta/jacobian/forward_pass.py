@@ -24,6 +24,7 @@ from captum_hta.jacobian.linearize.lost_derivatives import (
     Loss,
     LostDerivativeError,
     named_losses,
+    refuse_loss,
 )
 from captum_hta.jacobian.linearize.recorder import Recorder, refuse_batch_statistics
 from captum_hta.jacobian.random_state import IsolatedRandomState
@@ -223,11 +224,7 @@ class ForwardPass:
     def _check_dependence(self, layer: Site, found: Dependence | None) -> None:
         """Raise a :class:`LostDerivativeError` if the derivative is lost on the way to a target."""
         if found is not None and found.lost is not None:
-            raise LostDerivativeError(
-                f"the derivative is lost in the operator {found.lost.operator}{self._where(found.lost)}, "
-                f"through which {self.name(layer)} depends on the source: load the model in floating point, "
-                "without quantisation, or choose a source or a target that it does not lie between"
-            )
+            refuse_loss(found.lost, self._where(found.lost), self.name(layer))
         if found is not None and found.stopped:
             logger.warning(
                 "values on the way to %s are detached or computed under no_grad: they are taken as constant",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import WordTokenizer
+from conftest import WordTokenizer, tiny_bert
 from families import FAMILIES, IMAGES, PAIRS, tiny
 
-from captum_hta import baselines
+from captum_hta import baselines, contributions
+from captum_hta.baselines.logits import LogitBaseline
 from captum_hta.evaluation import Noise, ZeroVector, faithfulness, methods_for
 from captum_hta.integrations import TransformersModel
 
@@ -51,6 +52,22 @@ def test_numbers_or_a_reason(name: str, part: str | None) -> None:
         assert baselines.AttentionRollout in given
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", ["query", "intermediate.dense", "cls.predictions.decoder"])
+def test_quantised_models_have_no_gradients(name: str) -> None:
+    """Attributions of a logit would lack every path through a quantised layer, be it one of many."""
+    model = tiny_bert().float()
+    quantised = torch.ao.quantization.quantize_dynamic(
+        model, {inner for inner, _ in model.named_modules() if inner.endswith(name)}
+    )
+    loaded = TransformersModel(quantised, WordTokenizer())
+    for method in METHODS:
+        if issubclass(method, LogitBaseline):
+            with pytest.raises(ValueError, match="the derivative is lost in the operator quantized::linear"):
+                method(loaded).attribute("one two three")
+    assert baselines.AttentionRollout(loaded).attribute("one two three").isfinite().all()
+
+
 @pytest.mark.parametrize(("name", "part"), [case for case in CASES if case[1] != "cross"])
 def test_faithfulness_of_every_model(name: str, part: str | None) -> None:
     """Changes of source vectors reach the heads, and exact input contributions rank small ones well."""
@@ -60,3 +77,20 @@ def test_faithfulness_of_every_model(name: str, part: str | None) -> None:
     table = found.summary().set_index(["intervention", "method"])["spearman"]
     assert table["noise 0.0001", "HTA, input"] > 0.6
     assert table.notna().all()
+
+
+def test_the_default_device_does_not_matter() -> None:
+    """Another default device than the model's neither breaks a method nor a comparison, nor changes numbers."""
+    model, texts = TransformersModel(tiny("GPT-2"), WordTokenizer(60)), ["one two three", "four five"]
+
+    def found() -> list[torch.Tensor]:
+        values = [method(model).attribute(texts) for method in METHODS]
+        methods, _ = methods_for(model, texts[0], n_probes=2)
+        ranks = faithfulness(model, texts, methods).summary()["spearman"]
+        estimate = contributions(model, texts, n_probes=4)
+        return [*values, torch.tensor(ranks.to_numpy(), device="cpu"), estimate.values, *estimate.interval()]
+
+    expected = found()
+    with torch.device("meta"):
+        shifted = found()
+    assert all(one.allclose(other, equal_nan=True) for one, other in zip(shifted, expected, strict=True))

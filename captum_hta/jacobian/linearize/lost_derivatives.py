@@ -21,6 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -91,6 +92,21 @@ class Loss:
 
     operator: str
     module: Module | None = None
+
+
+def refuse_loss(loss: Loss, where: str, target: str) -> NoReturn:
+    """Raise a :class:`LostDerivativeError` that names the operator in which a derivative is lost.
+
+    Args:
+        loss: The loss.
+        where: The module of the operator, as ``" of module 'x'"``, or an empty string.
+        target: What depends on the source through the operator.
+    """
+    raise LostDerivativeError(
+        f"the derivative is lost in the operator {loss.operator}{where}, through which {target} depends on "
+        "the source: load the model in floating point, without quantisation, or choose a source or a target "
+        "that it does not lie between"
+    )
 
 
 @dataclass(frozen=True)
