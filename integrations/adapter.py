@@ -41,6 +41,8 @@ class Adapter(ABC):
         key_layers: For cross attention, the number of encoder blocks; ``None`` for self-attention.
         checks: What was checked when the adapter was made.
         thresholds: Numbers of tokens beyond which the model treats a whole batch otherwise.
+        first_entry: The number of the source that is the model's input; -1 if it is not that of block 0.
+        gaps: Numbers of blocks after which blocks without attention run, before the next one.
     """
 
     module: Module
@@ -55,6 +57,8 @@ class Adapter(ABC):
     key_layers: int | None = None
     checks: Sequence[Check] = ()
     thresholds: Sequence[int] = ()
+    first_entry: int = 0
+    gaps: frozenset[int] = frozenset()
     _closed_form: bool
     _causal: bool
 
@@ -123,7 +127,7 @@ class Adapter(ABC):
         """
         require_weights(self.name, self.module)
         self.require_eval()
-        proof = Proof(self, self.architecture, self.reader.sample())
+        proof = Proof(self, self.architecture, self.reader.sample(), self.gaps)
         with full_precision():
             self._run_proof(proof)
             if self._closed_form:

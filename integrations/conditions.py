@@ -99,6 +99,16 @@ def relative_error(expected: Tensor, found: Tensor) -> float:
     return (expected - found).abs().max().item() / scale
 
 
+def is_scaled(value: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is a positive number times another, up to rounding."""
+    if value.shape != other.shape:
+        return False
+    wide = torch.promote_types(value.dtype, torch.float32)
+    value, other = value.to(wide), other.to(wide)
+    scale = (value * other).sum() / other.square().sum().clamp_min(torch.finfo(wide).tiny)
+    return scale.item() > 0 and relative_error(scale * other, value) <= tolerance(value.dtype)
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """The relative error that rounding may cause between two ways to run one model.
 

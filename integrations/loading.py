@@ -23,8 +23,8 @@ from captum_hta.integrations.readers.texts import TextReader
 from captum_hta.integrations.state import unchanged_state
 from captum_hta.integrations.transformers.adapter import TransformersModel
 from captum_hta.integrations.transformers.attention import foreign_attention
-from captum_hta.integrations.transformers.families import layout_for, medium_of
 from captum_hta.integrations.transformers.given import GivenModel
+from captum_hta.integrations.transformers.parts import medium_of, part_of, part_of_model
 from captum_hta.integrations.transformers.pretrained import (
     load_pretrained,
     load_processor,
@@ -127,7 +127,7 @@ def _adapted(
 ) -> TransformerLensModel | TransformersModel:
     """The adapter that fits a model of ``transformers``, or the one that is asked for."""
     inner = unwrapped(model)
-    if tokenizer is None and medium_of(inner.config) == "text":
+    if tokenizer is None and medium_of(inner, part) == "text":
         raise ValueError("a model object carries no tokenizer: pass tokenizer=")
     if adapter is None and type(model).__name__ in BRIDGED_BY_DEFAULT and has_bridges():
         adapter = "transformers" if foreign_attention(inner) else "transformer_lens"
@@ -171,7 +171,7 @@ def _copied(
     if options:
         raise ValueError(f"a model object is loaded already: leave out {', '.join(options)}")
     inner = unwrapped(model)
-    layout_for(inner.config, type(inner).__name__, part)
+    part_of_model(inner, part)
     name = getattr(inner, "name_or_path", "") or type(inner).__name__
     return copy.deepcopy(model, _kept(model, shares_weights)), Path(name).name
 
@@ -206,9 +206,9 @@ def _from_files(
     """A model from a folder or the hub, with its tokenizer or processor, and its name."""
     path, file = located(model)
     options = options | file
-    loaded = load_pretrained(path, lambda config: layout_for(config, part=part), **options)
+    loaded = load_pretrained(path, lambda config: part_of(config, part=part), **options)
     if tokenizer is None:
-        medium = medium_of(loaded.config)
+        medium = medium_of(loaded, part)
         text = medium == "text"
         tokenizer = load_tokenizer(path, **options) if text else load_processor(path, medium, **options)
     name = "all-MiniLM-L6-v2" if model is None else Path(options.get("gguf_file") or path).name
@@ -220,7 +220,7 @@ def _bridged(model: Module, tokenizer: Any, name: str, part: str | None) -> Tran
     inner = unwrapped(model)
     if part is not None:
         raise ValueError("the adapter of TransformerLens knows no parts: leave out adapter")
-    medium = medium_of(inner.config)
+    medium = medium_of(inner, part)
     if medium != "text":
         raise ValueError(
             f"the adapter of TransformerLens reads texts, and {type(inner).__name__} {medium}s: leave out "

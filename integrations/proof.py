@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 
 import torch
@@ -34,6 +35,7 @@ class Proof:
         model: The adapter.
         architecture: The name of the model's class, for messages.
         sample: A few tokens.
+        gaps: Numbers of blocks whose output is not the input of the next one with attention.
 
     Attributes:
         checks: What was checked so far.
@@ -41,9 +43,11 @@ class Proof:
         entry: The number of the source that is checked.
     """
 
-    def __init__(self, model: Model, architecture: str, sample: Encoding) -> None:
+    def __init__(
+        self, model: Model, architecture: str, sample: Encoding, gaps: frozenset[int] = frozenset()
+    ) -> None:
         self.model, self.architecture = model, architecture
-        self.layer = (model.num_layers - 1) // 2
+        self.layer, self.gaps = (model.num_layers - 1) // 2, gaps
         self.checks: list[Check] = []
         self.batch = model.batch([sample])
         self.entry = self.layer if model.key_layers is None else model.key_layers
@@ -94,7 +98,8 @@ class Proof:
             "head": model.target(self.layer, "head"),
             "layer": model.target(self.layer, "layer"),
         }
-        if model.key_layers is None and self.layer + 1 < model.num_layers:
+        is_last = self.layer + 1 == model.num_layers
+        if model.key_layers is None and not is_last and self.layer not in self.gaps:
             sites["next"] = model.source(self.layer + 1)
         sites |= {f"{name} read": site for name, site in (read or {}).items()}
         return observed(sites, lambda: model.forward(*self.batch.inputs, *self.batch.extra))
@@ -125,6 +130,58 @@ class Proof:
         what = f"outputs of blocks are off those of the model as it is called by its user, by {error:.2g}"
         holds = error <= tolerance(self.model.dtype)
         self.require(holds, "the model that was handed in", what, f"off by {error:.1e}")
+
+    def require_only_source(self, other: Batch) -> None:
+        """Check that all that targets take of a text comes through the source.
+
+        Args:
+            other: A batch of other tokens of the same lengths. With the source of this proof's batch in the
+                place of its own, its targets must be those of this proof's batch.
+
+        Raises:
+            ValueError: If they differ, so that contributions of the source would not be all of them.
+        """
+        model = self.model
+        last = model.num_layers if model.key_layers is None else model.key_layers + 1
+        numbers = range(model.first_entry, last)
+        sites: dict[str, Module | Site] = {str(number): model.source(number) for number in numbers}
+        first = str(model.first_entry)
+        own = self._observed(sites | self.sites_of_blocks(), self.batch)
+        for sources, what in (
+            ([first], "the model's input"),
+            (list(sites), "the input of its block"),
+        ):
+            with ExitStack() as stack:
+                for name in sources:
+                    stack.enter_context(replaced(sites[name], _constant(own[name])))
+                found = self._observed(self.sites_of_blocks(), other)
+            error = max(relative_error(own[name], value) for name, value in found.items())
+            self.require(
+                error <= tolerance(model.dtype),
+                f"blocks read {what} alone",
+                f"blocks read more of a text than {what}: with that held fixed, other tokens change their "
+                f"outputs by {error:.2g}",
+                f"off by {error:.1e}",
+            )
+
+    def hides_padding(self, alone: Batch, padded: Batch) -> bool:
+        """Whether a text among others is treated as it is alone.
+
+        Args:
+            alone: A short text.
+            padded: A longer one, and that text, padded.
+        """
+        own = self._observed(self.sites_of_blocks(), alone)
+        among = self._observed(self.sites_of_blocks(), padded)
+        errors = [relative_error(value, among[name][1:, : value.shape[1]]) for name, value in own.items()]
+        holds = max(errors) <= tolerance(self.model.dtype)
+        self.checks.append(
+            Check("padding changes nothing", True, "yes" if holds else "no: texts are read one by one")
+        )
+        return holds
+
+    def _observed(self, sites: dict[str, Module | Site], batch: Batch) -> dict[str, Tensor]:
+        return observed(sites, lambda: self.model.forward(*batch.inputs, *batch.extra))
 
     def _check_shapes(self, values: dict[str, Tensor]) -> None:
         model, shape = self.model, self.batch.mask.shape
@@ -160,9 +217,12 @@ class Proof:
 
     def _check_patterns(self, z: Tensor) -> None:
         pattern, value = self.attention[self.layer].pattern.float(), self.attention[self.layer].value
-        error = (pattern.sum(-1) - 1).abs().max().item()
+        sums = pattern.sum(-1)
+        error = (sums - 1).abs().max().item()
         what = f"rows of the attention pattern are off a sum of 1 by {error:.2g}"
-        self.require(error < 1e-2, "patterns sum to 1", what, f"off by {error:.1e}")
+        has_sinks = value is not None and bool((pattern >= 0).all()) and sums.max().item() < 1 + 1e-2
+        found = "up to 1, the rest goes to sinks" if error >= 1e-2 else f"off by {error:.1e}"
+        self.require(error < 1e-2 or has_sinks, "patterns sum to 1", what, found)
         if value is None:
             return
         error = heads_error(self.attention[self.layer].pattern, value, z, self.batch.mask)
@@ -223,6 +283,10 @@ class Proof:
             num_heads=model.num_heads,
         )
         return answer(forward_pass, Query(neuron_selector=1, mode="reverse")).energies[0].mean[:, :, 0]
+
+
+def _constant(value: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: value
 
 
 def _equal(value: Tensor, other: Tensor) -> bool:

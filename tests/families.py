@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers as hf
 from torch.nn import Module
+
+from captum_hta.integrations.transformers.families import LAYOUTS
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 60}
 ENCODER = SIZES | {"intermediate_size": 32, "max_position_embeddings": 40}
@@ -30,6 +32,8 @@ class Family:
         bridge: The class with a head that TransformerLens bridges, if it does.
         real: Real weights that it is tested on too.
         note: What is special about it.
+        layers: The numbers of its blocks with attention.
+        start: The number of the block that reads the embedding.
     """
 
     make: Callable[[], Module]
@@ -41,6 +45,8 @@ class Family:
     bridge: str = ""
     real: str = ""
     note: str = ""
+    layers: tuple[int, ...] = (0, 1, 2)
+    start: int = 0
 
 
 def _encoder(config: str, model: str, **options: object) -> Callable[[], Module]:
@@ -182,6 +188,170 @@ FAMILIES = {
 }
 
 
+def _decoder(config: str, model: str, **options: object) -> Callable[[], Module]:
+    return lambda: getattr(hf, model)(getattr(hf, config)(**(ROTARY | options)))
+
+
+ATTENTION = "self_attention.dense"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LATENT = {
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "topk_group": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MAMBA = {
+    "num_hidden_layers": 2, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8,
+    "mamba_chunk_size": 4,
+}  # fmt: skip
+EYES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def _rotary(model: str, **options: object) -> Family:
+    """A decoder that is laid out as Llama is."""
+    return Family(
+        _grouped(model.replace("Model", "Config"), model, **options),
+        causal=True,
+        closed_form=False,
+        exact=False,
+    )
+
+
+STRUCTURED = {
+    "OPT": Family(
+        _decoder("OPTConfig", "OPTModel", ffn_dim=32, word_embed_proj_dim=16),
+        "decoder.layers.{}", "self_attn.out_proj", causal=True, closed_form=False,
+    ),
+    "GPT-J": Family(
+        lambda: hf.GPTJModel(
+            hf.GPTJConfig(
+                n_embd=16, n_layer=3, n_head=4, vocab_size=60, n_positions=40, rotary_dim=2, bos_token_id=1,
+                eos_token_id=2,
+            )
+        ),
+        "h.{}", "attn.out_proj", causal=True, closed_form=False, exact=False, note="parallel blocks",
+    ),
+    "GPT-Neo": Family(
+        lambda: hf.GPTNeoModel(
+            hf.GPTNeoConfig(
+                hidden_size=16, num_layers=2, num_heads=4, vocab_size=60, window_size=3,
+                attention_types=[[["global", "local"], 1]], max_position_embeddings=40, intermediate_size=32,
+                bos_token_id=1, eos_token_id=2,
+            )
+        ),
+        "h.{}", "attn.attention.out_proj", causal=True, closed_form=False, exact=False,
+        note="blocks with a window between others", layers=(0, 1),
+    ),
+    "Falcon": Family(
+        lambda: hf.FalconModel(hf.FalconConfig(**SIZES, **IDS)), "h.{}", ATTENTION, causal=True,
+        closed_form=False, exact=False, note="parallel blocks, one head of keys",
+    ),
+    "BLOOM": Family(
+        lambda: hf.BloomModel(hf.BloomConfig(hidden_size=16, n_layer=3, n_head=4, vocab_size=60, **IDS)),
+        "h.{}", ATTENTION, causal=True, closed_form=False, exact=False, note="ALiBi",
+    ),
+    "MPT": Family(
+        lambda: hf.MptModel(hf.MptConfig(d_model=16, n_layers=3, n_heads=4, vocab_size=60, max_seq_len=40)),
+        "blocks.{}", "attn.out_proj", causal=True, closed_form=False, exact=False, note="ALiBi",
+    ),
+    "StableLM": _rotary("StableLmModel"),
+    "OLMo2": replace(_rotary("Olmo2Model"), note="normalised queries and keys, norms after the sublayers"),
+    "Granite": replace(_rotary("GraniteModel", residual_multiplier=0.5), note="scaled sublayers"),
+    "Cohere": replace(_rotary("CohereModel"), note="parallel blocks"),
+    "StarCoder2": _rotary("Starcoder2Model"),
+    "SmolLM3": replace(_rotary("SmolLM3Model"), note="blocks without positions between others"),
+    "Nemotron": _rotary("NemotronModel"),
+    "GLM": replace(_rotary("GlmModel", head_dim=4), note="partial rotary, joint gate"),
+    "EXAONE4": replace(_rotary("Exaone4Model", sliding_window=3), note="norms after the sublayers, windows"),
+    "Persimmon": Family(
+        _decoder("PersimmonConfig", "PersimmonModel"), projection="self_attn.dense", causal=True,
+        closed_form=False, exact=False, note="normalised queries and keys",
+    ),
+    "GPT-BigCode": Family(
+        lambda: hf.GPTBigCodeModel(
+            hf.GPTBigCodeConfig(n_embd=16, n_layer=3, n_head=4, vocab_size=60, n_positions=40, **IDS)
+        ),
+        "h.{}", "attn.c_proj", causal=True, closed_form=False, exact=False, note="one head of keys",
+    ),
+    "Mixtral": replace(_rotary("MixtralModel", num_local_experts=4), note="mixture of experts"),
+    "Qwen3-MoE": replace(_rotary("Qwen3MoeModel", head_dim=8, **EXPERTS), note="mixture of experts"),
+    "gpt-oss": replace(
+        _rotary("GptOssModel", head_dim=4, num_local_experts=4, sliding_window=3),
+        note="mixture of experts, sinks, windows",
+    ),
+    "DeepSeek-V2": replace(
+        _rotary("DeepseekV2Model", n_group=1, **LATENT), note="latent keys and values, mixture of experts"
+    ),
+    "DeepSeek-V3": replace(
+        _rotary("DeepseekV3Model", n_group=2, **LATENT), note="latent keys and values, mixture of experts"
+    ),
+    "Qwen2-VL": Family(
+        lambda: hf.Qwen2VLForConditionalGeneration(
+            hf.Qwen2VLConfig(
+                text_config=GROUPED | {
+                    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4}
+                },
+                vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2},
+            )
+        ),
+        "model.language_model.layers.{}", causal=True, closed_form=False, exact=False, note="its text side",
+    ),
+    "LLaVA": Family(
+        lambda: hf.LlavaForConditionalGeneration(
+            hf.LlavaConfig(
+                text_config=hf.LlamaConfig(**GROUPED), image_token_index=59,
+                vision_config=hf.CLIPVisionConfig(**EYES, image_size=8, patch_size=4),
+            )
+        ),
+        "model.language_model.layers.{}", causal=True, closed_form=False, exact=False, note="its text side",
+    ),
+    "MPNet": Family(
+        _encoder("MPNetConfig", "MPNetModel"), "encoder.layer.{}", "attention.attn.o", closed_form=False,
+        note="relative positions",
+    ),
+    "CamemBERT": Family(_decoder("CamembertConfig", "CamembertModel"), *BERT, closed_form=False),
+    "ModernBERT": Family(
+        _decoder(
+            "ModernBertConfig", "ModernBertModel", local_attention=4, global_attn_every_n_layers=2,
+            cls_token_id=1, sep_token_id=2,
+        ),
+        projection="attn.Wo", closed_form=False, exact=False, note="pre-LN, windows",
+    ),
+    "ESM": Family(
+        _decoder(
+            "EsmConfig", "EsmModel", mask_token_id=3, position_embedding_type="rotary", token_dropout=False
+        ),
+        *BERT, closed_form=False, exact=False, note="pre-LN, rotary",
+    ),
+    "RoFormer": Family(
+        _encoder("RoFormerConfig", "RoFormerModel", embedding_size=16), *BERT, closed_form=False,
+        exact=False, note="rotary",
+    ),
+    "CLIP, text": Family(
+        _decoder("CLIPTextConfig", "CLIPTextModel"), "encoder.layers.{}", "self_attn.out_proj", causal=True,
+        closed_form=False,
+    ),
+    "Jamba": Family(
+        _grouped(
+            "JambaConfig", "JambaModel", num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1,
+            num_experts=2, num_experts_per_tok=1, expert_layer_period=2, use_mamba_kernels=False,
+            mamba_d_state=4, mamba_dt_rank=4,
+        ),
+        causal=True, closed_form=False, exact=False, layers=(1, 3),
+        note="its blocks with attention, mixture of experts",
+    ),
+    "Bamba": Family(
+        _grouped("BambaConfig", "BambaModel", attn_layer_indices=[1], mamba_expand=2, **MAMBA),
+        causal=True, closed_form=False, exact=False, layers=(1,), note="its blocks with attention",
+    ),
+    "Falcon-H1": Family(
+        _grouped("FalconH1Config", "FalconH1Model", mamba_d_ssm=32, **MAMBA), causal=True, closed_form=False,
+        exact=False, note="attention beside state spaces", layers=(0, 1),
+    ),
+}  # fmt: skip
+"""Models that are loaded by their structure alone; fewer tests run on them than on those of ``FAMILIES``."""
+
+
 SEEN = {"image_size": 12, "patch_size": 4}
 VISION = {
     name: value for name, value in (ENCODER | SEEN).items()
@@ -268,7 +438,7 @@ PAIRS = {
 def tiny(name: str) -> Module:
     """The model of a family, in float64 and eval mode."""
     torch.manual_seed(0)
-    model = (FAMILIES | IMAGES | PAIRS)[name].make().double().eval()
+    model = (FAMILIES | STRUCTURED | IMAGES | PAIRS)[name].make().double().eval()
     with torch.no_grad():  # so that biases are not 0 and norms not 1
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -284,21 +454,26 @@ def tiny_with_head(name: str) -> Module:
 
 def table() -> str:
     """The families as a table for the README."""
-    lines = [
-        "| family | closed form of the previous layer | TransformerLens too | tested on | notes |",
-        "|---|---|---|---|---|",
-    ]
-    for name, family in (FAMILIES | IMAGES).items():
+    closed_form = "closed form of the previous layer"
+    titles = ["family", "loaded by", closed_form, "TransformerLens too", "tested on", "notes"]
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|---|---|---|"]
+    for name, family in (FAMILIES | STRUCTURED | IMAGES).items():
         kind = "decoder" if family.causal else "encoder"
         kind = f"vision {kind}" if name in IMAGES else kind
         notes = f"{kind}, {family.note}" if family.note else kind
         tested = f"tiny random; real: {family.real}" if family.real else "tiny random"
         answers = ("yes" if holds else "no" for holds in (family.closed_form, family.bridge))
-        lines.append(f"| {name} | {' | '.join(answers)} | {tested} | {notes} |")
+        lines.append(f"| {name} | {_loaded_by(name)} | {' | '.join(answers)} | {tested} | {notes} |")
     for name, pair in PAIRS.items():
         notes = ", ".join(filter(None, ("encoder, decoder and cross attention", pair.note)))
-        lines.append(f"| {name} | except cross attention | no | tiny random | {notes} |")
+        answers = f"{_loaded_by(name)} | except cross attention | no"
+        lines.append(f"| {name} | {answers} | tiny random | {notes} |")
     return "\n".join(lines)
+
+
+def _loaded_by(name: str) -> str:
+    kind = (FAMILIES | STRUCTURED | IMAGES | PAIRS)[name].make().config.model_type
+    return "override" if kind in LAYOUTS else "structure"
 
 
 if __name__ == "__main__":

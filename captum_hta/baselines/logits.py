@@ -229,7 +229,7 @@ class AttentionConductance(SteppedBaseline):
     def _at_point(self, activations: Activations, point: float, token: int) -> tuple[Tensor, Tensor]:
         """Patterns and the gradients with respect to them, with the embedding scaled by ``point``."""
         scaled = Activations(self.model, activations.batch)
-        with replaced(self.model.source(0), lambda x: point * x):
+        with replaced(self.model.source(self.model.first_entry), lambda x: point * x):
             return scaled.pattern, self.head_gradients(scaled, token) @ scaled.value.mT
 
 
@@ -244,7 +244,7 @@ class EmbeddingBaseline(LogitBaseline):
     def values(self, activations: Activations) -> Tensor:
         """``[query, key]``."""
         x = activations.hidden[:1].clone().requires_grad_()
-        logit = self.logit_from(activations, self.model.source(0))
+        logit = self.logit_from(activations, self.model.source(self.model.first_entry))
         row = promoted(self.summary(self.attributed(logit, x, activations.repeated(1))[0]))
         out = row.new_full((len(row), len(row)), torch.nan)
         out[self.position] = row

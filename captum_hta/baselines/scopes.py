@@ -54,7 +54,9 @@ class JacobianScope(Baseline):
         model, batch, place = self.model, activations.batch, self._final()
         final = observed({"final": place}, activations.run)["final"][0]
         hidden = activations.finite("final hidden states", promoted(final))
-        forward_pass = ForwardPass(model.forward, batch.inputs, batch.extra, [place], model.source(0))
+        forward_pass = ForwardPass(
+            model.forward, batch.inputs, batch.extra, [place], model.source(model.first_entry)
+        )
         found = answer(forward_pass, Query(direction=self._vectors(activations, hidden)[None]))
         return found.energies[0].mean[0, 0].clamp_min(0).sqrt().to(hidden)
 

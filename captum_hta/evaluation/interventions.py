@@ -253,7 +253,7 @@ def _changed_outputs(activations: Activations, change: Change, layers: Sequence[
         x[copies, change.keys] = change.new.to(x)
         return x
 
-    with replaced(activations.model.source(0), replace):
+    with replaced(activations.model.source(activations.model.first_entry), replace):
         return _head_outputs(activations, layers, len(copies))
 
 

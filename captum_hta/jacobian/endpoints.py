@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -24,19 +24,21 @@ class Endpoints:
         target: One of :data:`TARGETS`.
         layers: The layers of the targets.
         key_layers: For cross attention the number of encoder blocks; ``None`` for self-attention.
+        first_entry: The number of the source ``"input"``, as :class:`captum_hta.model.protocol.Model` has it.
     """
 
     source: str | int
     target: str
     layers: tuple[int, ...]
     key_layers: int | None = None
+    first_entry: int = 0
 
     def entry(self, layer: int) -> int:
         """The block that the source of a layer's target enters; for cross attention, of the encoder."""
         if isinstance(self.source, int):
             return self.source
         if self.source == "input":
-            return 0
+            return self.first_entry
         return layer if self.key_layers is None else self.key_layers
 
     @property
@@ -57,7 +59,8 @@ def endpoints_of(model: Model, source: object, target: object, layers: object) -
         ValueError: If there is no such source, target or layer, or a layer comes before the source.
         TypeError: If an argument is of a wrong type.
     """
-    return endpoints(model.num_layers, source, target, layers, model.key_layers, model.name)
+    ends = endpoints(model.num_layers, source, target, layers, model.key_layers, model.name)
+    return replace(ends, first_entry=model.first_entry)
 
 
 def endpoints(

@@ -88,6 +88,8 @@ class Model(Protocol):
         architecture: The kind of model, such as the name of its class.
         key_layers: With cross attention, the number of encoder blocks: ``source(key_layers)`` is the output
             of the encoder, which every layer reads. ``None`` with self-attention.
+        first_entry: The number of the source that is the model's input: 0, or -1 if blocks without attention
+            run before block 0.
         checks: What was checked when it was loaded.
     """
 
@@ -100,6 +102,7 @@ class Model(Protocol):
     max_length: int | None
     architecture: str
     key_layers: int | None
+    first_entry: int
     checks: Sequence[Check]
 
     @property
@@ -128,7 +131,9 @@ class Model(Protocol):
         """Run the model on ``(*batch.inputs, *batch.extra)``."""
 
     def source(self, layer: int) -> Module | Site:
-        """Where the input of block ``layer`` is: a site, or a module whose output it is."""
+        """Where the input of block ``layer`` is, or with ``first_entry`` the model's: a site, or a module
+        whose output it is.
+        """
 
     def target(self, layer: int, kind: str = "head") -> Module | Site:
         """Where the ``"head"`` or ``"layer"`` target of block ``layer`` is."""

@@ -202,7 +202,7 @@ def identify(
 
 def read_tokens(model: Model, encodings: Sequence[Encoding], layer: int) -> Tokens:
     """Hidden tokens after a block and their input embeddings, in float32."""
-    places = {"input": model.source(0), "hidden": model.target(layer, "layer")}
+    places = {"input": model.source(model.first_entry), "hidden": model.target(layer, "layer")}
     kept: dict[str, list[Tensor]] = {name: [torch.empty(0, device="cpu")] * len(encodings) for name in places}
     lengths = [len(encoding) for encoding in encodings]
     for rows in batches_of(encodings):

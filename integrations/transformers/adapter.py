@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import PreTrainedModel
 
 from captum_hta.integrations.adapter import Adapter, long_sample
 from captum_hta.integrations.conditions import (
     encoder_logits,
     heads_error,
+    is_scaled,
     is_untouched,
     no_logits,
+    require_weights,
     tolerance,
 )
 from captum_hta.integrations.proof import Proof
@@ -29,14 +31,14 @@ from captum_hta.integrations.transformers.attention import (
     recorded_outputs,
     rotation,
 )
-from captum_hta.integrations.transformers.families import PARTS, layout_for
-from captum_hta.integrations.transformers.internals import uses_attention_interface
-from captum_hta.integrations.transformers.layouts import Place
+from captum_hta.integrations.transformers.experts import computable_experts
+from captum_hta.integrations.transformers.families import layout_of
+from captum_hta.integrations.transformers.parts import TOWERS, base_of, encoder_of, part_of_model
+from captum_hta.integrations.transformers.products import Product
 from captum_hta.integrations.transformers.projections import (
     input_norm,
     knows_norm,
     knows_projections,
-    projection_width,
     split_weights,
 )
 from captum_hta.integrations.transformers.reading import (
@@ -46,13 +48,20 @@ from captum_hta.integrations.transformers.reading import (
     reader_for,
     rope_thresholds,
 )
+from captum_hta.integrations.transformers.refusal import refusal
+from captum_hta.integrations.transformers.samples import shortened, turned
+from captum_hta.integrations.transformers.structure import Place, Structure, StructureError, structure_of
+from captum_hta.integrations.transformers.trace import traced
 from captum_hta.integrations.transformers.wrappers import unwrapped
 from captum_hta.integrations.weights import linear_map, repeated, sum_norm, weight_of
 from captum_hta.model.attention import Attention, AttentionFactors, OutputProjection, Unembedding
-from captum_hta.model.encoding import Batch
+from captum_hta.model.encoding import Batch, Encoding
 from captum_hta.model.precision import full_precision
-from captum_hta.model.sites import Site, observed
+from captum_hta.model.sites import Site, observed, replaced
 from captum_hta.model.size import Size
+
+MAX_TOKENS = 1 << 24
+"""More tokens than any text has."""
 
 
 class TransformersModel(Adapter):
@@ -81,54 +90,70 @@ class TransformersModel(Adapter):
         TypeError: If ``model`` is no model of ``transformers``.
     """
 
+    hides_padding = True
+
     def __init__(
         self, model: Module, tokenizer: Any, name: str | None = None, part: str | None = None
     ) -> None:
         self.given = model
         self.model = self.module = unwrapped(model)
-        self.layout = layout_for(self.model.config, type(self.model).__name__, part)
-        self.base = cast(PreTrainedModel, self.model.base_model)
-        self.part = part if self._config.model_type in PARTS else None
+        self.part = part_of_model(self.model, part)
+        self.base = base_of(self.model, self.part)
+        if self.part in TOWERS:
+            self.given = self.model = self.module = self.base
         self.architecture = type(self.model).__name__
         self.name = name or Path(getattr(model, "name_or_path", "") or self.architecture).name
-        self.places = self.layout.places(self.base)
-        self._read_dimensions()
+        self.require_eval()
         self.reader = reader_for(self.base, tokenizer, self.part, self.name)
         self.max_length = self.reader.longest or longest_text(self.base)
         self.thresholds = rope_thresholds(self._config)
-        self._memory = self._encoder_sites() if self.part == "cross" else None
-        self.key_layers = None if self._memory is None else len(self._memory) - 1
-        self._closed_form = bool(self.layout.projections)
+        self._take(self._found())
+        self.layout = layout_of(self._config)
+        self._closed_form = bool(self.layout.projections) and self.part != "cross"
         self.prove()
 
     @property
     def _config(self) -> Any:
         return self.base.config
 
-    def _read_dimensions(self) -> None:
-        config = self._config
-        self.num_layers = len(self.places)
-        self.num_heads = config.num_attention_heads
-        if self.part in ("decoder", "cross"):
-            self.num_heads = getattr(config, "decoder_attention_heads", self.num_heads)
-        self.d_model = config.hidden_size
-        self.d_head = projection_width(self.places[0].projection, config) // self.num_heads
-        grouped = None if self.part else getattr(config, "num_key_value_heads", None)
-        self.key_heads: int = grouped or self.num_heads
+    def _found(self) -> Structure:
+        """The structure of the model, from one forward pass.
+
+        Raises:
+            ValueError: If what is found does not fit together.
+        """
+        require_weights(self.name, self.module)
+        batch = self.batch([self.reader.sample()])
+        trace = traced(self.base, lambda: self.forward(*batch.inputs, *batch.extra))
+        part = None if self._is_part_of_a_whole else self.part
+        try:
+            return structure_of(self.base, trace, part, encoder_of(self.base) if part else None)
+        except StructureError as error:
+            raise ValueError(refusal(self.base, trace, str(error))) from error
+
+    def _take(self, structure: Structure) -> None:
+        """Take over what was found."""
+        self.structure, self.places = structure, structure.places
+        self.num_layers, self.num_heads = len(structure.places), structure.num_heads
+        self.key_heads, self.d_head = structure.key_heads, structure.d_head
+        self.d_model, self.gaps = structure.d_model, structure.gaps
+        self.first_entry = 0 if structure.first is None else -1
+        self._memory = structure.memory if self.part == "cross" else None
+        self.key_layers = None if self._memory is None else len(self._memory) - 1
 
     @property
     def size(self) -> Size:
         """The model's dimensions."""
         config = self._config
-        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+        inner = getattr(config, "intermediate_size", None)
         return Size(
             layers=self.num_layers,
             heads=self.num_heads,
             width=self.d_model,
-            inner=inner or getattr(config, "hidden_dim", None) or 4 * self.d_model,
+            inner=self.structure.inner or inner or 4 * self.d_model,
             d_head=self.d_head,
             key_heads=self.key_heads,
-            gated=self.layout.gated or bool(getattr(config, "is_gated_act", False)),
+            gated=self.structure.gated,
             causal=self._causal,
             closed_form=self._closed_form,
         )
@@ -142,14 +167,22 @@ class TransformersModel(Adapter):
             mask: ``[batch, position]``, 1 for real tokens.
             others: Segments; for a decoder, what the encoder reads and its mask.
         """
-        with SWITCH:
+        with SWITCH, computable_experts(self.base):
             return self._run(self.base, ids, mask, *others)
 
     def _run(self, model: Module, *inputs: Tensor | None) -> object:
         """Run the base model, or the model with its head, on what ``forward`` takes."""
         if self._is_part_of_a_whole:
-            model = self.base.get_submodule("encoder")
+            model = cast(Module, self.base.get_encoder())
         return model(**self._arguments(*inputs))
+
+    def encode(self, text: Any, max_length: int | None = None) -> Encoding:
+        """Read a text, an image or audio; with ``max_length``, only the first tokens of a text."""
+        encoding = super().encode(text, max_length)
+        if self.hides_padding:
+            return encoding
+        context = 0 if encoding.context is None else len(encoding.context)
+        return replace(encoding, regime=1 + len(encoding) + MAX_TOKENS * context)
 
     @property
     def _is_part_of_a_whole(self) -> bool:
@@ -172,43 +205,31 @@ class TransformersModel(Adapter):
         return value.to(self.dtype) if value is not None and value.is_floating_point() else value
 
     def source(self, layer: int) -> Site:
-        """The input of block ``layer``; for cross attention, of that block of the encoder, or its output."""
+        """The input of block ``layer``, or of the first block of all with -1; for cross attention, of that
+        block of the encoder, or its output.
+        """
+        if layer < 0 and self.structure.first is not None:
+            return Site(self.structure.first, at_input=True)
         if self._memory is not None:
             return self._memory[layer]
         place = self.places[layer]
         return Site(place.block, at_input=True, call=place.call)
 
-    def _encoder_sites(self) -> list[Site]:
-        """The input of each block of the encoder, and its output."""
-        layout = PARTS[self._config.model_type]["encoder"]
-        blocks = [place.block for place in layout.places(self.base)]
-        last = blocks[-1] if layout.memory is None else self.base.get_submodule(layout.memory)
-        return [*(Site(block, at_input=True) for block in blocks), Site(last, item=0)]
-
     def target(self, layer: int, kind: str = "head") -> Site:
         """The ``"head"`` or ``"layer"`` target of block ``layer``."""
         place = self.places[layer]
         if kind == "head":
-            return Site(place.projection, at_input=True, call=place.call)
+            return Site(place.projection, at_input=True, call=place.inner_call)
         return Site(place.block, call=place.call, item=0)
 
     def attention(self, batch: Batch) -> list[Attention]:
         """The attention of every layer, from one forward pass."""
         self.require_eval()
-        recording = Recording(self.places)
-        with recording.of(self.base), torch.inference_mode(), full_precision():
-            out = self._run_with_patterns(batch)
-        if recording.calls:
-            self._require_own_attention(batch, recording)
-            return [self._attention(recording, layer, batch.mask) for layer in range(self.num_layers)]
-        patterns = out.attentions  # of models whose attention does not go through the interface
-        return [Attention(self._require_pattern(pattern, layer)) for layer, pattern in enumerate(patterns)]
-
-    def _run_with_patterns(self, batch: Batch) -> Any:
-        if uses_attention_interface(self.base):
-            return self.forward(*batch.inputs, *batch.extra)
-        arguments = self._arguments(*batch.inputs, *batch.extra)
-        return self.base(**arguments, output_attentions=True, return_dict=True)
+        recording = Recording(self.places, self.structure.written_out)
+        with recording.of(self.base, len(batch.mask)), torch.inference_mode(), full_precision():
+            self.forward(*batch.inputs, *batch.extra)
+        self._require_own_attention(batch, recording)
+        return [self._attention(recording, layer, batch.mask) for layer in range(self.num_layers)]
 
     def _require_own_attention(self, batch: Batch, recording: Recording) -> None:
         """Check that an attention function of the user computes what eager attention shows.
@@ -224,11 +245,11 @@ class TransformersModel(Adapter):
         for layer, place in enumerate(self.places):
             call = recording.call(layer)
             if call is not None:
-                found = outputs[place.attention][place.call or 0]
+                found = outputs[place.attention][place.inner_call or 0]
                 self._require_heads(call, found, batch.mask, layer, f"the attention function {name!r}")
 
     def _require_heads(
-        self, call: AttentionCall, outputs: Tensor, real: Tensor, layer: int, origin: str
+        self, call: AttentionCall | Product, outputs: Tensor, real: Tensor, layer: int, origin: str
     ) -> None:
         value = repeated(call.value, self.num_heads, 1)
         error = heads_error(call.pattern, value, outputs, real)
@@ -241,24 +262,19 @@ class TransformersModel(Adapter):
 
     def _attention(self, recording: Recording, layer: int, real: Tensor) -> Attention:
         place, call = self.places[layer], recording.call(layer)
-        self._require_pattern(None if call is None else call.pattern, layer)
-        assert call is not None
+        if call is None:
+            raise ValueError(
+                f"{self.architecture} computed no attention in block {layer}, where it did on the tokens of "
+                "the proof: its forward pass depends on the text in an unknown way"
+            )
         untouched = is_untouched(place.block.modules(), ("captum_hta",))
         if untouched and layer in recording.outputs:
             self._require_heads(call, recording.outputs[layer], real, layer, "the attention")
-        known = self._closed_form and call.plain and untouched
-        known = known and knows_projections(self.layout, place.attention)
-        known = known and knows_norm(self.layout, place.block)
-        factors = self._factors(place, call, recording, layer) if known else None
+        factors = None
+        if self._closed_form and untouched and isinstance(call, AttentionCall) and call.plain:
+            known = knows_projections(self.layout, place.attention) and knows_norm(self.layout, place.block)
+            factors = self._factors(place, call, recording, layer) if known else None
         return Attention(call.pattern, factors, repeated(call.value, self.num_heads, 1))
-
-    def _require_pattern(self, pattern: Tensor | None, layer: int) -> Tensor:
-        if pattern is None:
-            raise ValueError(
-                f"{self.architecture} shows no attention pattern in block {layer}: its attention must go "
-                "through the attention interface of transformers"
-            )
-        return pattern
 
     def _factors(
         self, place: Place, call: AttentionCall, recording: Recording, layer: int
@@ -289,13 +305,13 @@ class TransformersModel(Adapter):
 
     def output_projection(self, layer: int) -> OutputProjection:
         """How block ``layer`` adds the outputs of its heads to its input."""
-        place, norm = self.places[layer], self.layout.sum_norm
+        place = self.places[layer]
         weight, bias = linear_map(place.projection, self.num_heads * self.d_head, self.device, self.dtype)
         return OutputProjection(
             torch.unflatten(weight, 0, (self.num_heads, self.d_head)),
             bias,
-            None if norm is None else sum_norm(place.block.get_submodule(norm)),
-            self.layout.residual,
+            None if place.sum_norm is None else sum_norm(place.sum_norm),
+            place.residual,
         )
 
     @property
@@ -308,10 +324,18 @@ class TransformersModel(Adapter):
         head: Module | None = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None or self.part == "encoder":
             raise ValueError(no_logits(self.name, self.architecture))
-        if not self.layout.direct_head:
+        if not self._has_direct_head(head):
             raise ValueError(encoder_logits(self.name))
-        norm = self.layout.final_norm
-        return Unembedding(weight_of(head), None if norm is None else self.base.get_submodule(norm), head)
+        return Unembedding(weight_of(head), self.structure.final_norm, head)
+
+    def _has_direct_head(self, head: Module) -> bool:
+        """Whether only the final norm, and perhaps a scale, lie between the last block and the head."""
+        batch = self.batch([self.reader.sample()])
+        norm = self.structure.final_norm
+        last = self.target(self.num_layers - 1, "layer") if norm is None else Site(norm, item=0)
+        sites: dict[str, Module | Site] = {"last": last, "head": Site(head, at_input=True)}
+        found = observed(sites, lambda: self.logits(*batch.inputs, *batch.extra))
+        return len(found) == 2 and is_scaled(found["head"], found["last"])
 
     def logits(self, *args: Any) -> Tensor:
         """The logits for ``(*batch.inputs, *batch.extra)``.
@@ -319,7 +343,7 @@ class TransformersModel(Adapter):
         Raises:
             ValueError: If the model has no head.
         """
-        with SWITCH:
+        with SWITCH, computable_experts(self.model):
             out = self.model(**self._arguments(*args), return_dict=True)
         found: Tensor | None = getattr(out, "logits", None)
         if found is None:
@@ -337,13 +361,19 @@ class TransformersModel(Adapter):
         batch = self.batch([sample])
         proof.require_given(batch, observed(proof.sites_of_blocks(), lambda: self._run_given(batch)))
         self.attention(batch)
+        sample = self.reader.sample()
+        proof.require_only_source(self.batch([turned(sample, self.part)]))
+        if sample.ids:
+            short = shortened(sample)
+            self.hides_padding = proof.hides_padding(self.batch([short]), self.batch([sample, short]))
 
     def _run_given(self, batch: Batch) -> object:
         """Run the model that was handed in, as its user would call it."""
         arguments = self._arguments(*batch.inputs, *batch.extra)
         if self._is_part_of_a_whole:
             arguments["decoder_input_ids"] = batch.inputs[0].new_zeros((1, 1), dtype=torch.long)
-        return self.given(**arguments)
+        with computable_experts(self.model):
+            return self.given(**arguments)
 
     @contextmanager
     def _shortened(self) -> Iterator[None]:
@@ -353,12 +383,8 @@ class TransformersModel(Adapter):
         if read.content is None:
             yield
             return
-        parts = PARTS.get(self._config.model_type)
-        first = self.places[0] if parts is None else parts["encoder"].places(self.base)[0]
-        handle = first.block.register_forward_pre_hook(
-            lambda module, args: (args[0][:, : len(read)], *args[1:])
-        )
-        try:
+        memory = self.structure.memory
+        with replaced(
+            self.source(self.first_entry) if memory is None else memory[0], lambda x: x[:, : len(read)]
+        ):
             yield
-        finally:
-            handle.remove()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,11 @@ from captum_hta.integrations.transformers.internals import (
     rotary_function,
     uses_attention_interface,
 )
-from captum_hta.integrations.transformers.layouts import Place
+from captum_hta.integrations.transformers.products import Product, ProductObserver
 from captum_hta.model.sites import Site, hook_site
+
+if TYPE_CHECKING:
+    from captum_hta.integrations.transformers.structure import Place
 
 OBSERVED = "captum_hta_observed"
 """Name of the attention function that records its arguments."""
@@ -58,7 +61,8 @@ class Recording:
 
     Attributes:
         places: The blocks.
-        calls: For each attention module the calls of its attention function.
+        written_out: Whether attention is computed by functions of PyTorch, not by ``AttentionInterface``.
+        calls: For each attention module the attention that it computes, call by call.
         rotary: For each attention module and call the cosines and sines of its rotary embedding.
         inputs: For each block of ``places`` its input ``[batch, token, width]``.
         outputs: For each block the outputs of its heads ``[batch, token, head * d_head]``, as its output
@@ -66,39 +70,65 @@ class Recording:
     """
 
     places: Sequence[Place]
-    calls: dict[Module, list[AttentionCall]] = field(default_factory=dict)
+    written_out: bool = False
+    calls: dict[Module, list[AttentionCall | Product]] = field(default_factory=dict)
     rotary: dict[Module, list[Any]] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
 
-    def call(self, layer: int) -> AttentionCall | None:
-        """The attention of a block; ``None`` if it does not go through ``AttentionInterface``."""
+    def call(self, layer: int) -> AttentionCall | Product | None:
+        """The attention of a block; ``None`` if none was seen."""
         place = self.places[layer]
-        calls = self.calls.get(place.attention)
-        return None if calls is None else calls[place.call or 0]
+        calls = self.calls.get(place.attention, [])
+        number = place.inner_call or 0
+        return calls[number] if number < len(calls) else None
 
     def position_embeddings(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of a block's rotary embedding."""
         place = self.places[layer]
-        found: tuple[Tensor, Tensor] | None = self.rotary[place.attention][place.call or 0]
+        found: tuple[Tensor, Tensor] | None = self.rotary[place.attention][place.inner_call or 0]
         return found
 
     @contextmanager
-    def of(self, model: PreTrainedModel) -> Iterator[None]:
-        """Record the forward passes of this thread within the context."""
+    def of(self, model: PreTrainedModel, batch: int) -> Iterator[None]:
+        """Record the forward passes of this thread, of so many examples, within the context."""
         with ExitStack() as stack:
             for layer, place in enumerate(self.places):
-                for module, values in ((place.block, self.inputs), (place.projection, self.outputs)):
-                    site = Site(module, at_input=True, call=place.call)
+                inputs = Site(place.block, at_input=True, call=place.call)
+                outputs = Site(place.projection, at_input=True, call=place.inner_call)
+                for site, values in ((inputs, self.inputs), (outputs, self.outputs)):
                     stack.callback(hook_site(site, _recorder(values, layer)).remove)
             for module in dict.fromkeys(place.attention for place in self.places):
                 hook = module.register_forward_pre_hook(self._rotary_recorder(), with_kwargs=True)
                 stack.callback(hook.remove)
-            stack.enter_context(observed_attention(model, self._record))
+            if self.written_out:
+                stack.enter_context(self._observed_products(batch))
+            else:
+                stack.enter_context(observed_attention(model, self._record))
             yield
 
-    def _record(self, module: Module, call: AttentionCall) -> None:
+    def _record(self, module: Module, call: AttentionCall | Product) -> None:
         self.calls.setdefault(module, []).append(call)
+
+    @contextmanager
+    def _observed_products(self, batch: int) -> Iterator[None]:
+        """Record the products of attention modules within the context."""
+        running: list[Module] = []
+        with ExitStack() as stack:
+            for module in dict.fromkeys(place.attention for place in self.places):
+                before = module.register_forward_pre_hook(lambda module, args: running.append(module))
+                after = module.register_forward_hook(
+                    lambda module, args, out: running.remove(module), always_call=True
+                )
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+
+            def record(product: Product) -> None:
+                if running:
+                    self._record(running[-1], product)
+
+            stack.enter_context(ProductObserver(record, batch))
+            yield
 
     def _rotary_recorder(self) -> Callable[..., None]:
         thread = threading.get_ident()

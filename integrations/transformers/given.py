@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from captum_hta.integrations.adapter import long_sample
 from captum_hta.integrations.readers.texts import TextReader
-from captum_hta.integrations.transformers.families import layout_for
 from captum_hta.integrations.transformers.reading import longest_window, model_arguments, vocabulary_of
+from captum_hta.integrations.transformers.structure import Structure, structure_of
+from captum_hta.integrations.transformers.trace import traced
 from captum_hta.integrations.transformers.wrappers import unwrapped
 from captum_hta.model.sites import Site, observed
 
@@ -38,12 +39,14 @@ class GivenModel:
         sample = long_sample(reader, longest_window(base.config), None)
         self.batch = reader.batch([sample], inner.device)
         arguments = model_arguments(base, *self.batch.inputs, *self.batch.extra)
-        self.values: dict[str, Tensor] = observed(_sites(base), lambda: model(**arguments))
+        trace = traced(base, lambda: base(**arguments))
+        sites = _sites(structure_of(base, trace, None, None))
+        self.values: dict[str, Tensor] = observed(sites, lambda: model(**arguments))
 
 
-def _sites(base: PreTrainedModel) -> dict[str, Module | Site]:
+def _sites(structure: Structure) -> dict[str, Module | Site]:
     sites: dict[str, Module | Site] = {}
-    for layer, place in enumerate(layout_for(base.config, type(base).__name__).places(base)):
-        sites[f"head {layer}"] = Site(place.projection, at_input=True, call=place.call)
+    for layer, place in enumerate(structure.places):
+        sites[f"head {layer}"] = Site(place.projection, at_input=True, call=place.inner_call)
         sites[f"layer {layer}"] = Site(place.block, call=place.call, item=0)
     return sites

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import LayerNorm, Module
@@ -42,15 +40,6 @@ def knows_norm(layout: Layout, block: Module) -> bool:
     """Whether the norm before the projections is one of PyTorch or ``transformers``."""
     norm = None if layout.norm is None else block.get_submodule(layout.norm)
     return norm is None or type(norm).__module__.partition(".")[0] in ("torch", "transformers")
-
-
-def projection_width(projection: Module, config: Any) -> int:
-    """The input width of an output projection."""
-    if is_plain(projection):
-        return matrix(projection).shape[1]
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
-    return int(getattr(projection, "in_features", heads * width))
 
 
 def input_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:

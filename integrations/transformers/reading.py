@@ -12,7 +12,8 @@ from captum_hta.integrations.readers.audio import AudioReader
 from captum_hta.integrations.readers.images import ImageReader
 from captum_hta.integrations.readers.pairs import PairReader
 from captum_hta.integrations.readers.texts import TextReader
-from captum_hta.integrations.transformers.families import ANY_SIZE, AUDIO, IMAGES
+from captum_hta.integrations.transformers.families import IMAGES
+from captum_hta.integrations.transformers.parts import medium_of
 from captum_hta.integrations.weights import weight_of
 from captum_hta.model.protocol import Reader
 
@@ -32,10 +33,11 @@ def reader_for(base: PreTrainedModel, tokenizer: Any, part: str | None, name: st
         TypeError: If there is a tokenizer where an image processor is needed.
     """
     config: Any = base.config
-    if config.model_type in IMAGES:
+    medium = medium_of(base)
+    if medium == "image":
         return _image_reader(config, tokenizer, name)
     context: AudioReader | None = None
-    if config.model_type in AUDIO:
+    if medium == "audio":
         extractor, tokenizer = _split_processor(tokenizer)
         context = AudioReader(extractor, config.num_mel_bins, config.max_source_positions)
         if part == "encoder":
@@ -58,7 +60,8 @@ def longest_text(base: PreTrainedModel) -> int | None:
     if not getattr(base.config, "position_biased_input", True):
         return None  # DeBERTa without absolute positions
     names = ("max_target_positions", "max_position_embeddings")
-    lengths = (getattr(base.config, name) for name in names if hasattr(base.config, name))
+    config = base.config.get_text_config()
+    lengths = (getattr(config, name) for name in names if hasattr(config, name))
     longest: int | None = next(lengths, None)
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     padding: int | None = getattr(table, "padding_idx", None)
@@ -70,7 +73,10 @@ def model_arguments(
 ) -> dict[str, Any]:
     """The keyword arguments of a model, as its user would pass them: segments if it has several."""
     parameters = inspect.signature(base.forward).parameters
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments: dict[str, Any] = {base.main_input_name: ids, "attention_mask": mask}
+    if "attention_mask" not in parameters and not takes_any:
+        del arguments["attention_mask"]
     if "use_cache" in parameters:
         arguments["use_cache"] = False
     if "token_type_ids" in parameters and getattr(base.config, "type_vocab_size", 0) > 1:
@@ -113,8 +119,8 @@ def _image_reader(config: Any, processor: Any, name: str) -> ImageReader:
         processor,
         (config.num_channels, *_height_and_width(config.image_size)),
         _height_and_width(config.patch_size),
-        IMAGES[config.model_type],
-        any_size=config.model_type in ANY_SIZE,
+        IMAGES.get(config.model_type, ()),
+        any_size=config.model_type == "dinov2",
     )
 
 

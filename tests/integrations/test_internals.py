@@ -12,9 +12,9 @@ from conftest import WordTokenizer, tiny_bert
 from families import FAMILIES, tiny, tiny_with_head
 from torch.nn import Module
 
+from captum_hta.integrations import TransformersModel
 from captum_hta.integrations.availability import has_bridges
 from captum_hta.integrations.transformers import internals
-from captum_hta.integrations.transformers.families import LAYOUTS
 
 needs_bridges = pytest.mark.skipif(not has_bridges(), reason="TransformerLens 4 has bridges")
 
@@ -37,9 +37,7 @@ def test_transformers_names_the_attention_implementation() -> None:
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("DeBERTa")])
 def test_transformers_has_eager_attention_in_each_file(name: str) -> None:
     """Fails if ``eager_attention_forward`` of a modelling file is gone or returns no pattern."""
-    model = tiny(name)
-    layout = LAYOUTS[model.config.model_type]
-    attention = layout.places(model)[0].attention
+    attention = TransformersModel(tiny(name), WordTokenizer(60)).places[0].attention
     value = torch.randn(1, 4, 3, 4, dtype=torch.float64)
     attention.num_key_value_groups = 1
     out, pattern = internals.eager_attention(attention)(
