@@ -252,9 +252,7 @@ def effects_plan(model: Model, tokens: int, queries: int = 1) -> Plan:
         device=model.device,
     )  # with the norm "sum", too, each head and query has one cotangent
     rows = model.num_heads * queries
-    return replace(
-        planned, chunk=min(rows, planned.chunk or rows), reason="one pass for the heads of a layer"
-    )
+    return replace(planned, chunk=min(rows, planned.chunk or rows), reason="one pass a layer")
 
 
 @dataclass(frozen=True)

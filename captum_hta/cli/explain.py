@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from captum_hta.cli.checks import FIGURES, WRITER, check_figure, probes_or_exact
+from captum_hta.cli.checks import check_figure, probes_or_exact
 from captum_hta.cli.console import add_row, counted, say, show, table, waiting
 from captum_hta.cli.errors import UserError
 from captum_hta.cli.estimates import print_forecasts, print_plans, print_standard_error
-from captum_hta.cli.loading import ModelChoice, check_head, layer_numbers, named_layers
+from captum_hta.cli.figures import write_figure
+from captum_hta.cli.loading import ModelChoice, check_head, head_number, layer_numbers, named_layers
 from captum_hta.cli.options import (
     Adapter,
     Debug,
     Device,
     Exact,
+    Head,
     Layers,
     ModelName,
     Norm,
@@ -32,6 +33,7 @@ from captum_hta.cli.options import (
     expanded,
     probes_option,
 )
+from captum_hta.cli.toward import Answer, EffectsTable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,18 +65,24 @@ def explain(
     query: Annotated[
         int | None,
         typer.Option(
-            help="Number of the query token to list. Default: all; for an image the first, its class token.",
+            help="Number of the query token to list. Default: all; for an image the first, its class token; "
+            "with --toward the last.",
             min=0,
         ),
     ] = None,
-    head: Annotated[
-        int | None,
+    head: Head = None,
+    toward: Annotated[
+        str | None,
         typer.Option(
-            help="Default: in each layer the head whose input contribution differs most from its attention."
+            help="Explain this next token of a decoder: list the heads by their direct effect on its logit, "
+            "and the tokens that they take it from."
         ),
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="With --toward, a token whose logit is subtracted.")
+    ] = None,
     layers: Layers = None,
-    top: Annotated[int, typer.Option(help="Source tokens to list for each query.", min=1)] = 3,
+    top: Annotated[int, typer.Option(help="Source tokens to list for each query, or head.", min=1)] = 3,
     model: ModelName = None,
     part: Part = None,
     adapter: Adapter = None,
@@ -95,29 +103,44 @@ def explain(
     one query over the image.
 
     Example: captum-hta explain "The cat sat on the mat." --pair "It slept." --layers 3
+
+    With --toward, lists the heads of a decoder that push one next token, or one token against another.
+
+    Example: captum-hta explain "John gave a drink to" --toward " Mary" --against " John" --model gpt2
     """
     if not text.strip() or (pair is not None and not pair.strip()):
         raise UserError("the text is empty")
     check_figure(output)
-    numbers = layer_numbers(layers)
+    numbers, number = head_number(head, layer_numbers(layers))
     choice = ModelChoice(model, device, adapter, part)
     estimate = Estimate(
         norm, probes_or_exact(probes, tolerance, exact, norm, DEFAULT_PROBES), tolerance, seed,
         multiply_by_inputs,
     )  # fmt: skip
-    choice.check(numbers, head)
+    if toward is None and against is not None:
+        raise UserError("--against goes with --toward: name the token that the answer begins with")
+    if toward is not None:
+        estimate.refuse_options(pair, probes)
+    choice.check(numbers, number)
     loaded = choice.load()
-    check_head(head, loaded.num_heads, loaded.name)
-    chosen = [loaded.num_layers // 2] if layers is None else named_layers(numbers, loaded)
+    check_head(number, loaded.num_heads, loaded.name)
     if loaded.reader.medium == "image":
         text = os.path.expanduser(text)
     read = text if pair is None else (text, pair)
     encoding = _encoded(loaded, read, truncation)
     query = _query(query, encoding)
+    if toward is not None:
+        answer = Answer(toward, against, query)
+        effects = answer.effects(loaded, encoding.ids if truncation else text, len(encoding))
+        strongest = EffectsTable.of(effects, named_layers(numbers, loaded), number, top)
+        strongest.print()
+        write_figure(strongest.figure(), output, encoding.tokens)
+        return
+    chosen = [loaded.num_layers // 2] if numbers is None else named_layers(numbers, loaded)
     results = estimate.results(loaded, read, encoding, chosen, truncation)
-    explanation = Explanation.of(results, encoding, query, head)
+    explanation = Explanation.of(results, encoding, query, number)
     explanation.print(top)
-    if head is None:
+    if number is None:
         say("In each layer the head whose input contribution differs most from its attention.", "dim")
     for source, result in results.items():
         if result.standard_error is not None:
@@ -135,6 +158,19 @@ class Estimate:
     tolerance: float | None
     seed: int
     multiply_by_inputs: bool
+
+    def refuse_options(self, pair: str | None, probes: int | None) -> None:
+        """Raise a ``UserError`` if an option was given that has no meaning with ``--toward``."""
+        given = {
+            "--pair": pair is not None,
+            "--probes": probes is not None,
+            "--tolerance": self.tolerance is not None,
+            "--norm": self.norm != "frobenius",
+            "--multiply-by-inputs": self.multiply_by_inputs,
+        }
+        wrong = [name for name, is_given in given.items() if is_given]
+        if wrong:
+            raise UserError(f"--toward explains one text along one direction, exactly: leave out {wrong[0]}")
 
     def results(
         self, model: Model, text: Text, encoding: Encoding, layers: list[int], truncation: bool
@@ -220,13 +256,15 @@ class Explanation:
         return attention | {source: result.values[0] for source, result in self.results.items()}
 
     def titles(self, form: str) -> list[str]:
-        """A title for each layer, from a format of ``layer`` and ``head``."""
+        """A title for each layer, from a format of the name of its head."""
+        from captum_hta.model.head_names import head_name
+
         layers = self.results["input"].layers
-        return [form.format(layer=layer, head=head) for layer, head in zip(layers, self.heads, strict=True)]
+        return [form.format(head_name(*place)) for place in zip(layers, self.heads, strict=True)]
 
     def print(self, top: int) -> None:
         """Print a table for each layer: for each query the strongest source tokens."""
-        titles = self.titles("Layer {layer}, head {head}: strongest source tokens")
+        titles = self.titles("{}: strongest source tokens")
         for index, (title, head) in enumerate(zip(titles, self.heads, strict=True)):
             self._print_head(title, index, head, top)
 
@@ -258,7 +296,7 @@ class Explanation:
         """Heatmaps of all queries, or one query over its image."""
         from captum_hta.views import heatmaps
 
-        titles = self.titles("layer {layer}, head {head}")
+        titles = self.titles("{}")
         maps = {name: self._of_heads(values) for name, values in self.maps.items()}
         grid, image = self.encoding.grid, self.encoding.image
         if grid is None or image is None or self.query is None:
@@ -274,18 +312,8 @@ class Explanation:
 
     def write_figure(self, output: Path) -> None:
         """Write the figure; print where it is, and what its font cannot show."""
-        from captum_hta.storage import write_whole
-        from captum_hta.views.heatmaps import undrawable
-
-        content = BytesIO()
-        suffix = output.suffix.lower()
-        metadata = {FIGURES[suffix]: WRITER.decode()}
-        self.figure().savefig(content, format=suffix[1:], dpi=150, metadata=metadata)
-        write_whole(output, lambda path: path.write_bytes(content.getvalue()))
-
-        if undrawable([*self.encoding.tokens, *self.keys]):
-            say("Tokens with letters that the figure's font lacks are shown there by their numbers.", "dim")
-        say(f"{'Heatmap' if self.encoding.grid is None else 'Image'}: {output}")
+        kind = "Heatmap" if self.encoding.grid is None else "Image"
+        write_figure(self.figure(), output, [*self.encoding.tokens, *self.keys], kind)
 
 
 def _most_different(result: Contributions, index: int, query: int | None) -> int:

@@ -112,6 +112,24 @@ def _layer_range(part: str, spec: str) -> range:
     return range(start, stop + 1)
 
 
+def head_number(head: str | None, layers: list[int] | None) -> tuple[list[int] | None, int | None]:
+    """The layers and the number of a head, from its name, as in ``L18H6``, or its number in these layers.
+
+    Raises:
+        UserError: If it is of another layer than those that are named.
+    """
+    from captum_hta.model.head_names import named_head
+
+    if head is None:
+        return layers, None
+    if head.lstrip("-").isdecimal():
+        return layers, int(head)
+    layer, number = named_head(head)
+    if layers not in (None, [layer]):
+        raise UserError(f"--head {head} is in layer {layer}: leave out --layers")
+    return [layer], number
+
+
 def check_layers(numbers: list[int] | None, count: int, name: str) -> None:
     """Raise a ``UserError`` if a number is not a layer of the model of that name, which has ``count``."""
     for number in numbers or []:

@@ -14,6 +14,22 @@ def expanded(path: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def known_head(head: str | None) -> str | None:
+    """The name or the number of a head, checked.
+
+    Raises:
+        typer.BadParameter: If it is neither.
+    """
+    from captum_hta.model.head_names import named_head
+
+    if head is not None and not head.lstrip("-").isdecimal():
+        try:
+            named_head(head)
+        except ValueError as error:
+            raise typer.BadParameter(f"{error}, or its number alone") from error
+    return head
+
+
 ModelName = Annotated[
     str | None,
     typer.Option(
@@ -23,6 +39,14 @@ ModelName = Annotated[
 ]  # fmt: skip
 Device = Annotated[str | None, typer.Option(help='Where to run, such as "cpu" or "cuda".')]
 Seed = Annotated[int, typer.Option(help="Seed of the probes.", min=0, max=2**62)]
+Head = Annotated[
+    str | None,
+    typer.Option(
+        help="A head of one layer, such as L18H6, or a number in each of the layers. Default: in each layer "
+        "the head whose input contribution differs most from its attention.",
+        callback=known_head,
+    ),
+]
 Layers = Annotated[
     str | None, typer.Option(help='Layers, such as "0,3", "2-4" or "-1" (the last). Default: all.')
 ]

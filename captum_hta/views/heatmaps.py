@@ -86,9 +86,9 @@ def heatmaps(
             top = max(1e-9, *(float(values[row].max()) for values in maps.values()))
             for column, (name, values) in enumerate(maps.items()):
                 axis = axes[row, column]
-                _heatmap(axis, values[row], top)
-                _ticks(axis.xaxis, keys, width / len(keys), rotation=90)
-                _ticks(axis.yaxis, tokens, height / len(tokens))
+                draw_heatmap(axis, values[row], top)
+                label_ticks(axis.xaxis, keys, width / len(keys), rotation=90)
+                label_ticks(axis.yaxis, tokens, height / len(tokens))
                 axis.set_title(f"{title}\n{QUANTITY_NAMES[name]}", parse_math=False)
             axes[row, 0].set_ylabel("query (target token)")
         for axis in axes[-1]:
@@ -112,15 +112,15 @@ def _cell(tokens: int, rows: int) -> float:
     return min(max(readable, LEAST_SIDE / tokens), MOST_SIDE / tokens, MOST_INCHES / (rows * tokens))
 
 
-def _heatmap(axis: Axes, values: NDArray[np.float64], top: float) -> None:
+def draw_heatmap(axis: Axes, values: NDArray[np.float64], top: float) -> None:
     """One panel, in the colours of its row: equal ones are equal numbers. Small ones are spread."""
     image = axis.imshow(values, cmap=HEAT, norm=PowerNorm(0.5, vmin=0, vmax=top), aspect="auto")
     axis.tick_params(length=2)
     axis.spines[:].set_visible(False)
-    _colour_bar(axis, image)
+    colour_bar(axis, image)
 
 
-def _ticks(line: Axis, labels: Sequence[str], cell: float, rotation: float = 0) -> None:
+def label_ticks(line: Axis, labels: Sequence[str], cell: float, rotation: float = 0) -> None:
     """Labels on an axis whose cells are so many inches wide; not all, where they would not fit."""
     step = max(1, round(0.155 / cell))
     size = min(9.0, 52 * cell * step)
@@ -129,7 +129,8 @@ def _ticks(line: Axis, labels: Sequence[str], cell: float, rotation: float = 0) 
     )
 
 
-def _colour_bar(axis: Axes, image: AxesImage) -> None:
+def colour_bar(axis: Axes, image: AxesImage) -> None:
+    """A colour bar beside a panel."""
     bar = axis.figure.colorbar(image, cax=axis.inset_axes((1.03, 0, 0.045, 1)))
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
@@ -202,7 +203,7 @@ def _overlay(axis: Axes, image: NDArray[np.float64], values: NDArray[np.float64]
         extent=(-0.5, width - 0.5, height - 0.5, -0.5),
     )  # fmt: skip
     axis.set_axis_off()
-    _colour_bar(axis, veil)
+    colour_bar(axis, veil)
 
 
 def _frame(axis: Axes, image: NDArray[np.float64], grid: tuple[int, int], patch: int) -> None:

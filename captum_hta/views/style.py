@@ -14,6 +14,8 @@ ATTENTION, PREVIOUS, INPUT = "#4c72b0", "#55a868", "#c44e52"
 """Colours of attention and of the previous-layer and the input contribution."""
 HEAT = "magma_r"
 """Name of the colours of heatmaps."""
+SIGNED = "RdBu_r"
+"""Name of the colours of heatmaps of numbers with a sign, white at zero."""
 VEIL = ListedColormap(
     np.column_stack([mpl.colormaps[HEAT](np.arange(256))[:, :3], np.linspace(0.1, 0.9, 256)])
 )

@@ -216,7 +216,7 @@ def test_explain_prints_tables(explained: tuple[Done, Path]) -> None:
     done, _ = explained
     assert done.code == 0
     assert done.is_calm()
-    for title in ("Layer 1, head 3", "Layer 5, head 3"):
+    for title in ("L1H3", "L5H3"):
         assert title in done.out
     for token in ("[CLS]", "Dogs", "bark", ".", "[SEP]", "Loud", "!"):
         assert len(re.findall(rf"│\s+\d+ │ {re.escape(token)} ", done.out)) >= 2
@@ -331,7 +331,7 @@ def test_explain_defaults(command: Command, tmp_path: Path) -> None:
     """The middle layer, the head that differs most, and explain.png."""
     done = command("explain", "Dogs bark", "--probes", "2")
     assert done.code == 0
-    assert "Layer 3, head" in done.out
+    assert re.search(r"L3H\d+: strongest", done.out)
     assert (tmp_path / "explain.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -379,7 +379,13 @@ def test_explain_top(command: Command) -> None:
 def test_explain_layers(command: Command, spec: str, layers: list[int]) -> None:
     """Layers by number, by range and from the end."""
     done = command("explain", "Go", "--probes", "1", "--head", "0", "--layers", spec)
-    assert [int(n) for n in re.findall(r"Layer (\d+), head 0", done.out)] == layers
+    assert [int(n) for n in re.findall(r"L(\d+)H0", done.out)] == layers
+
+
+def test_explain_a_named_head(command: Command) -> None:
+    """L1H3 names the layer too."""
+    done = command("explain", "Go", "--probes", "1", "--head", "L1H3")
+    assert re.findall(r"L\d+H\d+", done.out) == ["L1H3"]
 
 
 def test_explain_with_a_folder_as_model(command: Command) -> None:
@@ -609,7 +615,7 @@ def test_the_head_is_chosen_by_the_query_shown(command: Command, vit: str, image
     distance = (found.values - found.attention)[0].abs().sum(-1)  # layer head query
     layer, query = (distance.argmax(1) != distance.sum(-1).argmax(1)[:, None]).nonzero()[0].tolist()
     done = command("explain", image, "--model", vit, "--layers", f"{layer}", "--query", f"{query}", "--exact")
-    assert f"head {distance[layer, :, query].argmax()}" in done.out
+    assert f"L{layer}H{distance[layer, :, query].argmax()}:" in done.out
 
 
 def test_query_of_a_text(command: Command) -> None:
@@ -934,6 +940,12 @@ EXPLAIN_FAILS = {
     "layers backwards": (("--layers", "4-2"), ("--layers", "backwards")),
     "head": (("--head", "12"), ("--head 12", "0 to 11")),
     "head below 0": (("--head", "-1"), ("--head -1", "0 to 11")),
+    "head of another layer": (("--head", "L1H3", "--layers", "2"), ("L1H3 is in layer 1", "--layers")),
+    "head of no layer": (("--head", "L9H3"), ("--layers", "9", "0 to 5")),
+    "against nothing": (("--against", "a"), ("--against", "--toward")),
+    "toward an encoder": (("--toward", "a"), ("has no logits", "--model")),
+    "toward with probes": (("--toward", "a", "--probes", "2"), ("leave out --probes",)),
+    "toward of a pair": (("--toward", "a", "--pair", "b"), ("leave out --pair",)),
     "norm": (("--norm", "l2"), ("norm", "frobenius", "'l2'")),
     "device": (("--device", "toaster"), ("'toaster'", "cpu")),
     "device without data": (("--device", "meta"), ("meta",)),
@@ -1043,7 +1055,7 @@ def test_no_examples_left(command: Command, tmp_path: Path, lines: list[bytes]) 
     ("arguments", "word"),
     [
         (("explain",), "text"),
-        (("explain", "a", "--head", "x"), "--head"),
+        (("explain", "a", "--head", "six"), "l18h6"),
         (("explain", "a", "--probes", "0"), "--probes"),
         (("explain", "a", "--top", "0"), "--top"),
         (("explain", "a", "--colour", "red"), "--colour"),
