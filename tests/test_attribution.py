@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from captum_hta import HiddenTokenAttribution
+from captum_hta.jacobian.forward_pass import SWITCHES
 from captum_hta.jacobian.norms import NORMS
 
 MODES = ("forward", "reverse")
@@ -1737,12 +1738,14 @@ def test_random_numbers_of_other_threads(mode):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
 def test_fork_while_another_thread_attributes():
-    """The child process can attribute as well, with the precision that the user has set."""
+    """The child process can attribute as well, with the precision and the kernels that the user has set."""
     inside, done = threading.Event(), threading.Event()
     model = tiny()
     model.first.register_forward_hook(lambda *args: inside.set() or (done.wait(60) and None))
     method, other = hta(model, "second.z"), hta(tiny(), "second.z")
     expected, precision = other.attribute(data()), torch.get_float32_matmul_precision()
+    kernels = [enabled() for enabled, _ in SWITCHES]
+    assert all(kernels)
     thread = threading.Thread(target=lambda: method.attribute(data(), precision="medium"))
     thread.start()
     assert inside.wait(60)
@@ -1750,7 +1753,9 @@ def test_fork_while_another_thread_attributes():
     if not child:
         signal.alarm(60)
         right = torch.equal(other.attribute(data()), expected)
-        os._exit(0 if right and torch.get_float32_matmul_precision() == precision else 1)
+        right = right and torch.get_float32_matmul_precision() == precision
+        right = right and [enabled() for enabled, _ in SWITCHES] == kernels
+        os._exit(0 if right else 1)
     _, status = os.waitpid(child, 0)
     done.set()
     thread.join()

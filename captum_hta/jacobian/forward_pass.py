@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -29,7 +28,7 @@ from captum_hta.jacobian.linearize.lost_derivatives import (
 from captum_hta.jacobian.linearize.recorder import Recorder, refuse_batch_statistics
 from captum_hta.jacobian.random_state import IsolatedRandomState
 from captum_hta.jacobian.torch_internals import tree_map
-from captum_hta.model.precision import full_precision
+from captum_hta.model.precision import PRECISION, full_precision
 from captum_hta.model.sites import (
     LastTarget,
     Site,
@@ -42,6 +41,16 @@ from captum_hta.model.sites import (
 logger = logging.getLogger(__name__)
 Enter = Callable[[Tensor], Tensor]
 """Called with the value of a source, batch first; returns the tensor that takes its place."""
+
+
+SWITCHES: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+]
+"""Kernels of attention: how to ask whether each is on, and how to turn it on or off."""
 
 
 class NoPathError(ValueError):
@@ -446,14 +455,16 @@ def _undisturbed() -> Iterator[None]:
     Fused attention kernels have no forward derivative and their backward does not vectorise, so
     attention runs in PyTorch's elementary operators.
     """
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    with (
-        torch.inference_mode(False),
-        sdpa_kernel(SDPBackend.MATH),
-        full_precision(),
-    ):
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
+    with torch.inference_mode(False), full_precision():
+        switches = [(enabled(), enable) for enabled, enable in SWITCHES]
+
+        def elementary() -> None:
+            for _, enable in SWITCHES:
+                enable(enable is torch.backends.cuda.enable_math_sdp)
+
+        def restore() -> None:
+            for was_enabled, enable in switches:
+                enable(was_enabled)
+
+        with PRECISION.changed(elementary, restore):
             yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
