@@ -167,7 +167,7 @@ class TransformersModel(Adapter):
             mask: ``[batch, position]``, 1 for real tokens.
             others: Segments; for a decoder, what the encoder reads and its mask.
         """
-        with SWITCH, computable_experts(self.base):
+        with SWITCH.taken(), computable_experts(self.base):
             return self._run(self.base, ids, mask, *others)
 
     def _run(self, model: Module, *inputs: Tensor | None) -> object:
@@ -343,7 +343,7 @@ class TransformersModel(Adapter):
         Raises:
             ValueError: If the model has no head.
         """
-        with SWITCH, computable_experts(self.model):
+        with SWITCH.taken(), computable_experts(self.model):
             out = self.model(**self._arguments(*args), return_dict=True)
         found: Tensor | None = getattr(out, "logits", None)
         if found is None:

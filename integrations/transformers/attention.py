@@ -23,6 +23,7 @@ from captum_hta.integrations.transformers.internals import (
 )
 from captum_hta.integrations.transformers.products import Product, ProductObserver
 from captum_hta.model.sites import Site, hook_site
+from captum_hta.model.turns import Turn
 
 if TYPE_CHECKING:
     from captum_hta.integrations.transformers.structure import Place
@@ -31,8 +32,8 @@ OBSERVED = "captum_hta_observed"
 """Name of the attention function that records its arguments."""
 RECORDED = "captum_hta_recorded"
 """Name of the attention function that calls the user's own and records its outputs."""
-SWITCH = threading.RLock()
-"""Held while the attention implementation is switched: it belongs to the model, not to a thread."""
+SWITCH = Turn()
+"""The turn to switch the attention implementation, which belongs to the model, not to a thread."""
 _RECORDER = threading.local()
 
 
@@ -156,7 +157,7 @@ def observed_attention(
     if not uses_attention_interface(model):
         yield
         return
-    with SWITCH, _switched(model, OBSERVED):
+    with _switched(model, OBSERVED):
         _RECORDER.record = record
         try:
             yield
@@ -166,12 +167,13 @@ def observed_attention(
 
 @contextmanager
 def _switched(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    before = attention_implementation(model)
-    model.set_attn_implementation(implementation)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    with SWITCH.taken():
+        before = attention_implementation(model)
+        with SWITCH.changed(
+            lambda: model.set_attn_implementation(implementation),
+            lambda: model.set_attn_implementation(before),
+        ):
+            yield
 
 
 def _observed_attention(
@@ -206,7 +208,7 @@ def recorded_outputs(model: PreTrainedModel, name: str) -> Iterator[dict[Module,
     The function is called as it would be without this, with the masks that are registered for it.
     """
     outputs: dict[Module, list[Tensor]] = {}
-    with SWITCH, _switched(model, RECORDED):
+    with _switched(model, RECORDED):
         _RECORDER.name, _RECORDER.outputs = name, outputs
         try:
             yield outputs

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
+from captum_hta.integrations.transformers.attention import SWITCH
+
 GROUPED = "grouped_mm"
 BATCHED = "batched_mm"
 
@@ -19,8 +21,7 @@ def computable_experts(model: PreTrainedModel) -> Iterator[None]:
     if model.dtype != torch.float64 or GROUPED not in before.values():
         yield
         return
-    model.set_experts_implementation(BATCHED)
-    try:
+    with SWITCH.changed(
+        lambda: model.set_experts_implementation(BATCHED), lambda: model.set_experts_implementation(before)
+    ):
         yield
-    finally:
-        model.set_experts_implementation(before)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -331,3 +334,31 @@ def test_tokenizer_of_another_model() -> None:
     model = TransformersModel(tiny("GPT-2"), WordTokenizer(500))
     with pytest.raises(ValueError, match=r"the model knows 60: pass the tokenizer that belongs"):
         contributions(model, "many words of a large vocabulary")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_fork_while_another_thread_attributes() -> None:
+    """The child process can attribute as well, and its model has the attention that it was loaded with."""
+    inside, done = threading.Event(), threading.Event()
+    plain = tiny("Llama")
+    model = TransformersModel(plain, tokenizer())
+    expected, implementation = (
+        contributions(model, TEXT, source="previous_layer"),
+        plain.config._attn_implementation,
+    )
+    block = model.places[0].block
+    hook = block.register_forward_hook(lambda *args: inside.set() or (done.wait(60) and None))
+    thread = threading.Thread(target=lambda: contributions(model, OTHER))
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        hook.remove()
+        right = plain.config._attn_implementation == implementation
+        right = right and contributions(model, TEXT, source="previous_layer").values.equal(expected.values)
+        os._exit(0 if right else 1)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
