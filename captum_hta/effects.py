@@ -301,7 +301,7 @@ def _pulled_back(model: Model, batch: Batch, directions: Sequence[Tensor], queri
         batch.inputs,
         batch.extra,
         [model.target(layer, "head") for layer in layers],
-        model.source(0),
+        model.source(model.first_entry),
         num_heads=model.num_heads,
     )
     return pulled_back(forward_pass, directions, queries)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
 import transformers as hf
 from conftest import WordTokenizer, tiny_bert
-from families import FAMILIES
+from families import FAMILIES, GROUPED
 from reference import hooked, jacobian, shares
 from torch import Tensor, nn
 
@@ -18,9 +19,39 @@ from captum_hta.model.sites import Site, observed
 
 TEXT = "a b c d"
 DECODERS = [name for name, family in FAMILIES.items() if family.causal]
-FINAL_NORMS = {"GPT-2": "ln_f", "GPT-NeoX (Pythia)": "final_layer_norm", "Phi": "final_layernorm"}
-BEHIND = {"Gemma 2": "post_attention_layernorm", "Gemma 3": "post_attention_layernorm"}
-"""Norms of the projected outputs of heads, which are not added as they are."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where a model has what lies between its heads and its logits.
+
+    Attributes:
+        block, projection: The path of a block by its number, and in it that of the output projection.
+        norm: The final norm.
+        behind: In a block, the norm of the projected outputs of its heads, if there is one.
+        factor: The product of its multipliers.
+    """
+
+    block: str
+    projection: str
+    norm: str = "norm"
+    behind: str | None = None
+    factor: float = 1.0
+
+
+NORMS = {
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma 2", "Gemma 3", "Phi-3"), "norm"),
+    "GPT-2": "ln_f",
+    "GPT-NeoX (Pythia)": "final_layer_norm",
+    "Phi": "final_layernorm",
+}
+"""The final norms of families whose effects are computed directly."""
+BEHIND = dict.fromkeys(("Gemma 2", "Gemma 3"), "post_attention_layernorm")
+
+
+def parts_of(name: str) -> Parts:
+    family = FAMILIES[name]
+    return Parts(family.block, family.projection, NORMS[name], BEHIND.get(name))
 
 
 EMBEDDED = {"GPT-2": "drop", "GPT-NeoX (Pythia)": "embed_in"}
@@ -36,10 +67,15 @@ def before(block: nn.Module, path: str) -> nn.Module:
 
 
 def tiny_decoder(name: str, dtype: torch.dtype = torch.float64, **options: object) -> nn.Module:
-    """A random model of a family with its head; biases are not 0 and norms not 1."""
-    torch.manual_seed(0)
+    """A model of a family with its head."""
     config = FAMILIES[name].make().config
     config.update(options)
+    return randomised(config, dtype)
+
+
+def randomised(config: hf.PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """A random model, whose biases are not 0 and norms not 1."""
+    torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,43 +98,93 @@ def frozen(norm: nn.Module, x: Tensor, added: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def direct_effects(name: str, model: nn.Module, ids: list[int], token: int, against: int) -> Tensor:
+def direct_effects(parts: Parts, model: nn.Module, ids: list[int], token: int, against: int) -> Tensor:
     """``[layer, head]`` at the last token: slices of ``W_O`` times ``z``, frozen norms, the unembedding."""
-    base, family, heads = model.base_model, FAMILIES[name], model.config.num_attention_heads
-    last = base.get_submodule(FINAL_NORMS.get(name, "norm"))
-    blocks = [base.get_submodule(family.block.format(layer)) for layer in range(3)]
-    projections = [block.get_submodule(family.projection) for block in blocks]
-    sites = {str(layer): Site(one, at_input=True) for layer, one in enumerate(projections)}
-    sites |= {f"out {layer}": Site(one) for layer, one in enumerate(projections)}
-    seen = observed(sites | {"x": Site(last, at_input=True)}, lambda: model(torch.tensor([ids])))
+    directions, z = zip(
+        *(directly(parts, model, torch.tensor([ids]), layer, token, against) for layer in range(3)),
+        strict=True,
+    )
+    return (torch.stack(directions) * torch.stack(z)).sum(-1)
+
+
+@torch.no_grad()
+def directly(
+    parts: Parts, model: nn.Module, ids: Tensor, layer: int, token: int, against: int
+) -> tuple[Tensor, Tensor]:
+    """For the heads of a layer the direction of their effects, and their outputs: ``[head, d_head]`` each.
+
+    Effects are linear in an output, so the direction is that of the effects of unit vectors.
+    """
+    block = model.base_model.get_submodule(parts.block.format(layer))
+    projection, last = block.get_submodule(parts.projection), model.base_model.get_submodule(parts.norm)
+    sites = {"x": Site(last, at_input=True), "z": Site(projection, at_input=True), "out": Site(projection)}
+    seen = {name: value[0, -1] for name, value in observed(sites, lambda: model(ids)).items()}
+    added = projection.weight.T if isinstance(projection, nn.Linear) else projection.weight
+    if parts.behind is not None:
+        added = frozen(block.get_submodule(parts.behind), seen["out"], added)
     columns = model.get_output_embeddings().weight
-    rows = []
-    for layer, (block, projection) in enumerate(zip(blocks, projections, strict=True)):
-        z = seen[str(layer)][0, -1].unflatten(0, (heads, -1))
-        weight = projection.weight if name == "GPT-2" else projection.weight.T
-        added = torch.einsum("hd,hdw->hw", z, weight.unflatten(0, (heads, -1)))
-        if name in BEHIND:
-            added = frozen(block.get_submodule(BEHIND[name]), seen[f"out {layer}"][0, -1], added)
-        rows.append(frozen(last, seen["x"][0, -1], added) @ (columns[token] - columns[against]))
-    return torch.stack(rows)
+    found = parts.factor * frozen(last, seen["x"], added) @ (columns[token] - columns[against])
+    heads = model.config.num_attention_heads
+    return found.unflatten(0, (heads, -1)), seen["z"].unflatten(0, (heads, -1))
 
 
 @pytest.mark.parametrize("adapter", ["transformers", "transformer_lens"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_effects_of_every_family(name: str, adapter: str) -> None:
-    """Each head's effect is that of a direct computation, and in float32 all parts add up to the logits."""
+    """In float32 all parts add up to the logits, and each head's effect is that of a direct computation."""
     if adapter == "transformer_lens" and not FAMILIES[name].bridge:
         pytest.skip("TransformerLens does not bridge this family")
+    if type(FAMILIES[name].make().config) not in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
+        pytest.skip("this family has no class with a language modelling head")
     plain = tiny_decoder(name, torch.float32)
     model = loaded(copy.deepcopy(plain), adapter=adapter)
     found = head_effects(model, TEXT, 5, against=7)
     ids = model.encode(TEXT).ids
-    torch.testing.assert_close(found.effects, direct_effects(name, plain, ids, 5, 7), rtol=1e-3, atol=1e-5)
     logits = plain(torch.tensor([ids])).logits[0, -1]
     total = sum(found.parts.values())
-    assert found.effects.shape == (3, 4)
+    assert found.effects.abs().max() > 1e-3
+    if name in NORMS:
+        expected = direct_effects(parts_of(name), plain, ids, 5, 7)
+        torch.testing.assert_close(found.effects, expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(total, found.logit, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(found.logit, (logits[5] - logits[7]).detach(), rtol=1e-2, atol=1e-5)
+
+
+OTHERS = {
+    "multiplied": hf.GraniteConfig(
+        **GROUPED, embedding_multiplier=2.0, residual_multiplier=0.3, attention_multiplier=0.5,
+        logits_scaling=3.0,
+    ),
+    "parallel, added in place": hf.FalconConfig(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=4, vocab_size=60, bias=True
+    ),
+    "added inside attention": hf.BloomConfig(hidden_size=16, n_layer=3, n_head=4, vocab_size=60),
+    "experts": hf.MixtralConfig(**GROUPED, num_local_experts=4),
+    "norms behind": hf.Olmo2Config(**GROUPED),
+}  # fmt: skip
+"""Other ways to add up parts."""
+LAYOUTS = {
+    "multiplied": Parts("layers.{}", "self_attn.o_proj", factor=0.3 / 3.0),
+    "parallel, added in place": Parts("h.{}", "self_attention.dense", "ln_f"),
+    "added inside attention": Parts("h.{}", "self_attention.dense", "ln_f"),
+    "experts": Parts("layers.{}", "self_attn.o_proj"),
+    "norms behind": Parts("layers.{}", "self_attn.o_proj", behind="post_attention_layernorm"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_ways_to_add_up_parts(kind: str) -> None:
+    """The same for multipliers, parallel blocks, residual sums inside attention, experts and norms behind."""
+    plain = randomised(OTHERS[kind], torch.float32)
+    model = loaded(copy.deepcopy(plain), adapter="transformers")
+    found = head_effects(model, TEXT, 5, against=7)
+    ids = model.encode(TEXT).ids
+    logits = plain(torch.tensor([ids])).logits[0, -1].detach()
+    torch.testing.assert_close(found.logit, logits[5] - logits[7], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(sum(found.parts.values()), found.logit, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        found.effects, direct_effects(LAYOUTS[kind], plain, ids, 5, 7), rtol=1e-3, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "Gemma 2"])
@@ -108,7 +194,7 @@ def test_sources_equal_plain_autograd(name: str) -> None:
     found = head_effects(model, TEXT, 5, against=7)
     plain, family = tiny_decoder(name), FAMILIES[name]
     ids = torch.tensor([model.encode(TEXT).ids])
-    directions = [_direction(name, plain, ids, layer) for layer in range(model.num_layers)]
+    directions = [directly(parts_of(name), plain, ids, layer, 5, 7)[0] for layer in range(3)]
     source = plain.base_model.get_submodule(EMBEDDED.get(name, "embed_tokens"))
     for layer, direction in enumerate(directions):
         block = plain.base_model.get_submodule(family.block.format(layer))
@@ -121,26 +207,6 @@ def test_sources_equal_plain_autograd(name: str) -> None:
             found.contributions.values[0, layer, :, 0], shares(along.norm(dim=-1)), **close
         )
         torch.testing.assert_close(found.signed[layer], (along * x[0]).sum(-1).detach(), **close)
-
-
-@torch.no_grad()
-def _direction(name: str, model: nn.Module, ids: Tensor, layer: int) -> Tensor:
-    """The gradient of each head's direct effect with respect to its output, ``[head, d_head]``.
-
-    Effects are linear in that output, so it is found from the effects of unit vectors.
-    """
-    block = model.base_model.get_submodule(FAMILIES[name].block.format(layer))
-    projection = block.get_submodule(FAMILIES[name].projection)
-    weight = projection.weight if name == "GPT-2" else projection.weight.T
-    last = model.base_model.get_submodule(FINAL_NORMS.get(name, "norm"))
-    sites = {"x": Site(last, at_input=True), "out": Site(projection)}
-    seen = observed(sites, lambda: model(ids))
-    added = weight
-    if name in BEHIND:
-        added = frozen(block.get_submodule(BEHIND[name]), seen["out"][0, -1], added)
-    columns = model.get_output_embeddings().weight
-    found = frozen(last, seen["x"][0, -1], added) @ (columns[5] - columns[7])
-    return found.unflatten(0, (model.config.num_attention_heads, -1))
 
 
 @pytest.fixture(scope="module")

@@ -137,13 +137,16 @@ def residual_stream(model: Model, batch: Batch, queries: Tensor) -> ResidualStre
         logits = model.logits(*batch.inputs, *batch.extra)[0, queries]
     blocks = [_block(trace, layer) for layer in range(model.num_layers)]
     entered, left = ([trace.rows[layer, kind] for layer in range(model.num_layers)] for kind in ("in", "out"))
-    last = trace.last
-    gaps = [after - before for before, after in zip(left, [*entered[1:], last], strict=True)]
+    embedding = trace.rows[model.first_entry, "in"]
+    gaps = [
+        _wide(after) - _wide(before)
+        for before, after in zip([embedding, *left], [*entered, trace.last], strict=True)
+    ]
     return ResidualStream(
-        embedding=_wide(entered[0]),
+        embedding=_wide(embedding),
         attention=[attention for attention, _ in blocks],
         mlps=torch.stack([mlp for _, mlp in blocks]),
-        others=_wide(torch.stack(gaps)).sum(0),
+        others=torch.stack(gaps).sum(0),
         readout=trace.readout(logits),
     )
 
@@ -192,18 +195,21 @@ class _Trace:
         if head is None:
             raise ValueError(f"{self.model.name} does not show the module that computes its logits")
         with ExitStack() as hooks:
-            for layer in range(self.model.num_layers):
-                for end, place in {
-                    "in": self.model.source(layer),
-                    "head": self.model.target(layer, "head"),
-                    "out": self.model.target(layer, "layer"),
-                }.items():
-                    site = as_site(place)
-                    hooks.callback(hook_site(site, self._keeper(site, layer, end)).remove)
+            for (layer, end), site in self._sites():
+                hooks.callback(hook_site(site, self._keeper(site, layer, end)).remove)
             for site in (Site(head, at_input=True), Site(head)):
                 hooks.callback(hook_site(site, self._keep_head).remove)
             hooks.callback(self._hook_modules().remove)
             yield
+
+    def _sites(self) -> Iterator[tuple[tuple[int, str], Site]]:
+        """The ends of blocks and the outputs of their heads, by layer and name."""
+        model = self.model
+        for layer in sorted({model.first_entry, *range(model.num_layers)}):
+            yield (layer, "in"), as_site(model.source(layer))
+        for layer in range(model.num_layers):
+            yield (layer, "head"), as_site(model.target(layer, "head"))
+            yield (layer, "out"), as_site(model.target(layer, "layer"))
 
     def _keeper(self, site: Site, layer: int, end: str) -> Callable[[object], None]:
         def keep(value: object) -> None:
