@@ -16,6 +16,7 @@ from captum_hta.jacobian.arguments import flag
 from captum_hta.jacobian.closed_form import attention_energies, closed_form_flops, has_closed_form
 from captum_hta.jacobian.endpoints import Endpoints, endpoints_of
 from captum_hta.jacobian.engine import answer
+from captum_hta.jacobian.factors_check import checked_factors
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.norms import Energy, NotFiniteError, shares
 from captum_hta.jacobian.plan import Plan
@@ -212,6 +213,8 @@ class _Computation:
                 batch = self.model.batch([self.encodings[row] for row in rows])
                 with self.timed("attention"):
                     attention = self.model.attention(batch)
+                    if any(_factors(attention, question) for question in self.questions.values()):
+                        attention = checked_factors(attention)
                     if self.look is not None:
                         self.look(rows, attention)
                 try:

@@ -101,6 +101,8 @@ class AttentionFactors:
         x: The block's input, ``[batch, token, width]``.
         query_weight, key_weight, value_weight: ``[head, d_head, width]``, repeated for grouped heads.
         norm: The normalisation between ``x`` and the projections; ``None`` in a post-LN block.
+        bias: What is added to the scores, such as position biases; broadcasts to the pattern. ``None``
+            if that is nothing except masks of the keys that are not seen.
         query_map, key_map: The Jacobians ``[batch or 1, head or 1, token, d_head, d_head]`` of the maps that
             follow the query and key projections, such as rotary embeddings; ``None`` without one.
     """
@@ -117,3 +119,4 @@ class AttentionFactors:
     norm: TokenNorm | None = None
     query_map: Tensor | None = None
     key_map: Tensor | None = None
+    bias: Tensor | None = None

@@ -301,6 +301,7 @@ class TransformersModel(Adapter):
             norm=input_norm(self.layout, place.block, x),
             query_map=query_map,
             key_map=rotary,
+            bias=call.bias,
         )
 
     def output_projection(self, layer: int) -> OutputProjection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ RECORDED = "captum_hta_recorded"
 """Name of the attention function that calls the user's own and records its outputs."""
 SWITCH = Turn()
 """The turn to switch the attention implementation, which belongs to the model, not to a thread."""
+POSITION_BIASES = ("position_bias", "relative_position_bias")
+"""Arguments of attention functions that are added to the scores."""
 _RECORDER = threading.local()
 
 
@@ -46,6 +48,7 @@ class AttentionCall:
         query, key, value: ``[batch, head, token, d_head]``, with keys and values of grouped heads once.
         scale: Factor of the scores.
         plain: Whether the scores are scaled dot products, up to a mask or bias that is added.
+        bias: That mask or bias, if there is one.
     """
 
     pattern: Tensor
@@ -54,6 +57,7 @@ class AttentionCall:
     value: Tensor
     scale: float
     plain: bool
+    bias: Tensor | None = None
 
 
 @dataclass
@@ -187,8 +191,15 @@ def _observed_attention(
         plain = all(kwargs.get(name) is None for name in ("softcap", "s_aux", "sinks"))
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         tensors = (pattern.detach(), query.detach(), key.detach(), value.detach())
-        record(module, AttentionCall(*tensors, scale, plain))
+        record(module, AttentionCall(*tensors, scale, plain, _bias(attention_mask, kwargs)))
     return out, pattern
+
+
+def _bias(mask: Tensor | None, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What is added to the scores: the mask, and position biases that are passed beside it."""
+    added = [mask, *(kwargs.get(name) for name in POSITION_BIASES)]
+    present = [value.detach() for value in added if isinstance(value, Tensor)]
+    return sum(present[1:], start=present[0]) if present else None
 
 
 def foreign_attention(model: PreTrainedModel) -> str | None:
