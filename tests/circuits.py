@@ -66,6 +66,7 @@ class Circuit(Module):
     """
 
     key_layers = None
+    first_entry = 0
     fingerprint = "by hand"
     size = SimpleNamespace(causal=True)
     reader = SimpleNamespace(medium="text", reads="a string of letters", accepts=lambda t: isinstance(t, str))
