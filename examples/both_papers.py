@@ -21,7 +21,7 @@ status = main(["study", *(FULL if full else SMALL), "--keep-contributions", "--o
 assert status == 0
 
 study = open_study(folder)
-for finding in study.run["beside_the_paper"]:
+for finding in study.run["findings_of_papers"]:
     holds = {True: "holds", False: "does not hold", None: "was not measured"}[finding["holds"]]
     print(f"{finding['sentence']}: {finding['number']} ({finding['paper']}), which {holds}")
 

@@ -1204,10 +1204,10 @@ MASKS = {
     "anti-causal": sees(lambda q, k: q <= k),
     "prefix": sees(lambda q, k: (q >= k) | (k < 3)),
     "documents": sees(lambda q, k: q // 2 == k // 2),
-    "causal but for the first": sees(lambda q, k: (q >= k) | ((q == 0) & (k == 1))),
-    "causal but for the last": sees(lambda q, k: (q >= k) | ((q == 5) & (k == 7))),
+    "causal except the first": sees(lambda q, k: (q >= k) | ((q == 0) & (k == 1))),
+    "causal except the last": sees(lambda q, k: (q >= k) | ((q == 5) & (k == 7))),
     "sixteen causal": sees(lambda q, k: q >= k, 16),
-    "sixteen causal but for a pair": sees(lambda q, k: (q >= k) | ((q == 2) & (k == 5)), 16),
+    "sixteen causal except a pair": sees(lambda q, k: (q >= k) | ((q == 2) & (k == 5)), 16),
 }
 
 

@@ -147,8 +147,8 @@ def test_words_errors(minilm, bert) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"target": "layer"}, {"multiply_by_inputs": True}], ids=str)
 def test_intervals_hold_the_exact_values(minilm: TransformerLensModel, options: dict) -> None:
-    """Of 95% intervals, 93 to 97% hold the exact value, however few the probes. Many texts and seeds are
-    needed, since the entries of a text share their probes.
+    """93 to 97% of the 95% intervals contain the exact value, however few the probes. Many texts and seeds
+    are needed, since the entries of a text share their probes.
     """
     options = options | {"layers": [1]}
     exact = contributions(minilm, SENTENCES, **options).values

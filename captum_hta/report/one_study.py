@@ -46,7 +46,7 @@ def write(
 def _results(study: Study) -> dict[str, object]:
     """What is added to the record of a run."""
     return study.record() | {
-        "beside_the_paper": [one.record() for one in found_in(study)],
+        "findings_of_papers": [one.record() for one in found_in(study)],
         "modes": study.plans,
         "versions": versions(),
     }

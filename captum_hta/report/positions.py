@@ -30,46 +30,57 @@ COLOURS = {"attention": ATTENTION, "input": INPUT}
 def relative_positions(study: Study) -> Section:
     """The section with Figures 2 to 5."""
     analysis = study[RelativePositions]
-    positions, centres = analysis.table(), analysis.centres_of_mass()
+    figures = _histograms(analysis.table()) + _centres(analysis.centres_of_mass(), analysis.by_layer())
     return Section(
         "Where attention and contributions lie",
         "Positions are relative to the query: -1 is the token before it.",
-        [
-            CaptionedFigure(
-                "figure2_attention_positions.png",
-                "Where attention lies",
-                "Mean attention at each position relative to the query, for every head. It shows, for "
-                "example, whether a head attends to the previous or to the next token.",
-                histogram_figure(positions, "attention", REACH),
-                _histogram_alt(positions, "attention"),
-            ),
-            CaptionedFigure(
-                "figure3_input_positions.png",
-                "Where input contributions lie",
-                "The same for the input contribution. Hidden tokens are mixtures of input tokens, so a head "
-                "can take input from other positions than those that it attends to.",
-                histogram_figure(positions, "input", REACH),
-                _histogram_alt(positions, "input"),
-            ),
-            CaptionedFigure(
-                "figure4_attention_centre.png",
-                "Centre of mass of attention",
-                "Centre of mass of the histograms of Figure 2 by layer (line: mean over heads; points: "
-                "heads). Below zero a head looks back, above zero ahead. As in the paper, each position has "
-                "the weight of its mean attention, even if few texts are long enough to have that position, "
-                "so this is not the mean distance that attention spans.",
-                centre_figure(centres, ["attention"]),
-                _centre_alt(centres, ["attention"]),
-            ),
-            CaptionedFigure(
-                "figure5_centres.png",
-                "Centre of mass of attention and of input contribution",
-                _centre_caption(analysis.by_layer()),
-                centre_figure(centres, QUANTITIES),
-                _centre_alt(centres, QUANTITIES),
-            ),
-        ],
+        figures,
     )
+
+
+def _histograms(positions: pd.DataFrame) -> list[CaptionedFigure]:
+    """Figures 2 and 3."""
+    return [
+        CaptionedFigure(
+            "figure2_attention_positions.png",
+            "Where attention lies",
+            "Mean attention at each position relative to the query, for every head. It shows, for "
+            "example, whether a head attends to the previous or to the next token.",
+            histogram_figure(positions, "attention", REACH),
+            _histogram_alt(positions, "attention"),
+        ),
+        CaptionedFigure(
+            "figure3_input_positions.png",
+            "Where input contributions lie",
+            "The same for the input contribution. Hidden tokens are mixtures of input tokens, so a head "
+            "can take input from other positions than those that it attends to.",
+            histogram_figure(positions, "input", REACH),
+            _histogram_alt(positions, "input"),
+        ),
+    ]
+
+
+def _centres(centres: pd.DataFrame, layers: pd.DataFrame) -> list[CaptionedFigure]:
+    """Figures 4 and 5."""
+    return [
+        CaptionedFigure(
+            "figure4_attention_centre.png",
+            "Centre of mass of attention",
+            "Centre of mass of the histograms of Figure 2 by layer (line: mean over heads; points: "
+            "heads). Below zero a head looks back, above zero ahead. As in the paper, each position has "
+            "the weight of its mean attention, even if few texts are long enough to have that position, "
+            "so this is not the mean distance that attention spans.",
+            centre_figure(centres, ["attention"]),
+            _centre_alt(centres, ["attention"]),
+        ),
+        CaptionedFigure(
+            "figure5_centres.png",
+            "Centre of mass of attention and of input contribution",
+            _centre_caption(layers),
+            centre_figure(centres, QUANTITIES),
+            _centre_alt(centres, QUANTITIES),
+        ),
+    ]
 
 
 def centres_of_studies(studies: Sequence[LabelledStudy]) -> Section:

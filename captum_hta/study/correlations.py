@@ -110,8 +110,8 @@ class Correlations(Analysis):
         }
 
     def record(self) -> Mapping[str, object]:
-        """The shares of heads, as ``findings``."""
-        return {"findings": {name: finite(share) for name, share in self.shares_of_heads().items()}}
+        """The shares of heads, as ``shares_of_heads``."""
+        return {"shares_of_heads": {name: finite(share) for name, share in self.shares_of_heads().items()}}
 
 
 def share_over(table: pd.DataFrame, measure: str, bound: float) -> float:

@@ -67,7 +67,7 @@ class StudyFolder:
 
     @cached_property
     def run(self) -> dict[str, Any]:
-        """The record of the run: model, arguments, counts, findings, seconds, versions."""
+        """The record of the run: model, arguments, counts, results, seconds, versions."""
         path = self.folder / "run.json"
         with _named(path):
             record: dict[str, Any] = json.loads(path.read_text("utf-8"))

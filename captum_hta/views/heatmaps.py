@@ -97,7 +97,7 @@ def heatmaps(
 
 
 def _sides(keys: int, queries: int, rows: int) -> tuple[float, float]:
-    """Inches of a heatmap's width and height: of equal cells, but for a side too short for a title."""
+    """Inches of a heatmap's width and height: of equal cells, except a side too short for a title."""
     cell = _cell(max(keys, queries), rows)
     longest = cell * max(keys, queries)
     return (

@@ -315,7 +315,7 @@ def not_a_number(word: str) -> None:
 
 
 def test_study_record(studied: tuple[Done, Path]) -> None:
-    """The record of the run is JSON: model, arguments, counts, findings and versions."""
+    """The record of the run is JSON: model, arguments, counts, shares of heads and versions."""
     text = (studied[1] / "run.json").read_text(encoding="utf-8")
     record = json.loads(text, parse_constant=not_a_number)
     assert record["model"] == "all-MiniLM-L6-v2"
@@ -325,7 +325,7 @@ def test_study_record(studied: tuple[Done, Path]) -> None:
     assert record["seconds"].keys() >= {"attention", "previous_layer", "input and hidden", "statistics"}
     assert all(seconds >= 0 for seconds in record["seconds"].values())
     assert len(record["bad_lines"]) == 11
-    assert all(0 <= share <= 1 for share in record["findings"].values())
+    assert all(0 <= share <= 1 for share in record["shares_of_heads"].values())
     errors = record["standard_errors"]["input"]
     assert 0 < errors["mean"] <= errors["largest"]
     assert record["versions"]["captum-hta"] == __version__
@@ -483,14 +483,14 @@ def test_study_of_all_layers(command: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("whole_page")
-def test_study_of_one_example_has_findings(command: Command, tmp_path: Path, bart: str) -> None:
+def test_study_of_one_example_has_shares(command: Command, tmp_path: Path, bart: str) -> None:
     """The shares of heads need no standard error, so one example is enough."""
     data = written(tmp_path, GOOD[1])
     done = command("study", data, *FAST, "--model", bart, "--part", "encoder", "--out", "out")
     assert done.code == 0
     assert "nan" not in done.out
     record = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert all(share is not None for share in record["findings"].values())
+    assert all(share is not None for share in record["shares_of_heads"].values())
 
 
 @pytest.mark.usefixtures("whole_page")

@@ -24,14 +24,14 @@ def of(
 
 
 def test_one_run_needs_no_label() -> None:
-    """Of the defaults, or of what is named."""
+    """The model and data are the defaults, or those that are named."""
     assert of() == [(None, None, None)]
     assert of(("m",), (A,)) == [("m", A, None)]
     assert of((), (), ("hub:set",)) == [(None, "hub:set", None)]
 
 
 def test_one_of_a_kind_goes_with_all() -> None:
-    """And the others are told apart by what they do not share."""
+    """Runs are labelled by what they do not share."""
     assert of(("m",), (A, B)) == [("m", A, "a"), ("m", B, "b")]
     assert of(("m", "n"), (A,)) == [("m", A, "m"), ("n", A, "n")]
     assert of(("m", "n"), (A, B)) == [("m", A, "m, a"), ("n", B, "n, b")]

@@ -74,7 +74,7 @@ def test_a_method_agrees_with_itself_and_not_with_its_opposite(bert: Transformer
 
 
 def test_axes_broadcast(bert: TransformerLensModel) -> None:
-    """A method without heads or layers is held against each; layers are found by their numbers."""
+    """A method without heads or layers is compared with each; layers are found by their numbers."""
     texts = ["a b c d", "e f"]
     result = contributions(bert, texts, layers=[1])
     whole = contributions(bert, texts)

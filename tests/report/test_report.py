@@ -162,12 +162,12 @@ def test_tables_are_read_back(study: Study, folder: Path) -> None:
 
 
 def test_run_record(study: Study, folder: Path) -> None:
-    """The record that was given, with findings, versions and modes; the one given is not changed."""
+    """The record that was given, with shares, findings, versions and modes; the one given is not changed."""
     found = strict_json(folder / "run.json")
     assert {name: found[name] for name in RECORD} == RECORD
     assert set(RECORD) == {"model", "arguments", "counts"}
-    assert found["findings"] == study[Correlations].shares_of_heads()
-    assert found["beside_the_paper"] == [one.record() for one in found_in(study)]
+    assert found["shares_of_heads"] == study[Correlations].shares_of_heads()
+    assert found["findings_of_papers"] == [one.record() for one in found_in(study)]
     assert found["standard_errors"] == {}
     assert found["modes"] == study.plans
     assert {"python", "torch", "captum-hta"} <= set(found["versions"])
@@ -268,7 +268,7 @@ def test_the_page_shows_hidden_tokens(study: Study, folder: Path) -> None:
 
 
 def test_the_page_shows_effective_attention(study: Study, folder: Path) -> None:
-    """Of texts that are longer than a head is wide, and of others."""
+    """For texts that are longer than a head is wide, and for others."""
     name = "Attention and effective attention up to the width of a head and beyond"
     rows = read(folder).tables[name][1:]
     expected = study[EffectiveCorrelation].width_table()
@@ -278,7 +278,7 @@ def test_the_page_shows_effective_attention(study: Study, folder: Path) -> None:
         assert row[2].startswith(f"{one.correlation:.3f}")
 
 
-def test_the_page_holds_findings_against_the_study(study: Study, folder: Path) -> None:
+def test_the_page_compares_findings_with_the_study(study: Study, folder: Path) -> None:
     """The first section: each finding with this run's number, and whether it holds."""
     page = read(folder)
     assert page.ids[0] == "compared-with-the-papers"
@@ -292,8 +292,8 @@ def test_the_page_holds_findings_against_the_study(study: Study, folder: Path) -
 
 
 @pytest.mark.usefixtures("no_images")
-def test_rows_left_out_are_told(model: TransformerLensModel, tmp_path: Path) -> None:
-    """Of a text of two tokens none has a correlation: 2 queries in each of 4 heads."""
+def test_rows_left_out_are_counted(model: TransformerLensModel, tmp_path: Path) -> None:
+    """No row of a text of two tokens has a correlation: 2 queries in each of 4 heads."""
     written(tmp_path, run(model, ["", "a b c"], EXACT))
     words = words_of(tmp_path / "report.html")
     assert "Left out are 8 of 28 rows for the previous-layer contribution and 8 of 28 rows for the" in words
@@ -313,7 +313,9 @@ def test_layers_that_were_not_studied(model: TransformerLensModel, tmp_path: Pat
     study = run(model, TEXTS[:2], StudySettings([0], n_probes=None))
     written(tmp_path, study)
     verdicts = {row[0]: row[1] for row in read(tmp_path).tables["Findings of the papers"][1:]}
-    holds = {one["sentence"]: one["holds"] for one in strict_json(tmp_path / "run.json")["beside_the_paper"]}
+    holds = {
+        one["sentence"]: one["holds"] for one in strict_json(tmp_path / "run.json")["findings_of_papers"]
+    }
     assert {name for name, verdict in verdicts.items() if verdict != "not measured"} == {
         name for name, held in holds.items() if held is not None
     }

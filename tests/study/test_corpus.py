@@ -185,7 +185,7 @@ def test_no_line_is_read_in_an_encoding_of_its_own(tmp_path: Path) -> None:
     ids=["gzip", "bzip2", "xz", "zip", "binary", "csv", "tsv", "plain", "array", "array in a line"],
 )
 def test_another_format_is_one_error(tmp_path: Path, content: bytes, words: str) -> None:
-    """Of the file, not of each of its lines."""
+    """The file is one error, not each of its lines."""
     with pytest.raises(CorpusError, match=words):
         read_texts(lines(tmp_path, content), Choice())
 

@@ -110,7 +110,7 @@ def test_one_text_at_a_time() -> None:
 
 
 def test_parts_merge() -> None:
-    """Of any split of the texts the tables are the same, also of parts that were written and read."""
+    """Any split of the texts gives the same tables, also if the parts were written and read."""
     whole, first, second = (EffectiveCorrelation(dimensions([0, 1], 2, 20, 8)) for _ in range(3))
     for number, tokens in enumerate((4, 12, 20)):
         example = patterns(2, 2, tokens, number), patterns(2, 2, tokens, 10 + number)

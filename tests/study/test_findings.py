@@ -186,7 +186,7 @@ def test_layers_in_which_others_give_more() -> None:
 
 @pytest.mark.parametrize("own", [None, [0.4, 0.3]], ids=["heads", "hidden"])
 def test_what_was_not_studied_is_not_measured(own: list[float] | None) -> None:
-    """Of the first two of three layers only what is said of the first; without hidden tokens nothing."""
+    """With two of three layers, only findings about the first; without hidden tokens, none about them."""
     values = {
         f"{measure} {source}": np.full((2, 2), 0.99)
         for measure in ("pearson", "spearman")

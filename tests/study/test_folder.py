@@ -27,7 +27,7 @@ SETTINGS = StudySettings(n_probes=None)
 
 @pytest.fixture(scope="module")
 def folder(model: TransformerLensModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a finished study that kept its matrices, in several parts."""
+    """The folder of a finished study that kept its matrices, in several parts."""
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "SHARD", 1)
@@ -58,7 +58,7 @@ def test_matrices_are_those_of_the_text(model: TransformerLensModel, folder: Pat
 
 
 def test_a_folder_is_a_mapping(folder: Path) -> None:
-    """Of all texts by their numbers; others are KeyErrors."""
+    """From the numbers of texts to their matrices; other numbers raise KeyError."""
     kept = open_study(str(folder))
     assert list(kept) == list(range(len(TEXTS)))
     assert len(kept) == len(TEXTS)
@@ -159,7 +159,7 @@ def test_deleted_matrices_are_named_and_made_again(
 def test_matrices_of_another_run_are_made_again(
     model: TransformerLensModel, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are told by the digest of their run."""
+    """The digest of the run differs."""
     monkeypatch.setattr(study, "SHARD", 1)
     first = sorted((copied / "contributions").glob("*.npz"))[0]
     keep(copied, 0, {0: {"input": np.zeros((2, 2, 3, 3)), "tokens": np.array(["a"] * 3)}}, run="other")

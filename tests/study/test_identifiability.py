@@ -155,7 +155,7 @@ def test_the_best_weights_are_kept(kind: str, distance: str, monkeypatch: pytest
     training, validation, _ = sides(hidden + 0.3 * inputs, inputs, 10)
 
     def loss() -> tuple[float, int]:
-        """Of a map that was trained, over the validation tokens one by one."""
+        """The loss of a trained map, over the validation tokens one by one; and its epochs."""
         learnt, epochs = fit(kind, distance, training, validation)
         mapped, own = learnt(validation.hidden).detach().double(), validation.inputs.double()
         if distance == "cosine":

@@ -141,7 +141,7 @@ def test_cross_attention_is_refused() -> None:
 
 
 def test_parts_merge() -> None:
-    """Of any split of the texts the table is the same, also of parts that were written and read."""
+    """Any split of the texts gives the same table, also if the parts were written and read."""
     whole, first, second = (Patterns(dimensions([0, 1], 2)) for _ in range(3))
     for number, tokens in enumerate((4, 6, 9)):
         text = text_result(rows(2, 2, tokens, number), rows(2, 2, tokens, 10 + number), marked(tokens))

@@ -164,7 +164,7 @@ def test_probe_errors_are_over_all_texts() -> None:
 
 
 def test_shares_of_heads(study: Study) -> None:
-    """Of the previous-layer contribution, at the bounds of the paper."""
+    """Shares for the previous-layer contribution, at the bounds of the paper."""
     heads = study[Correlations].table().query("source == 'previous_layer'")
     found = study[Correlations].shares_of_heads()
     assert len(found) == 4
@@ -291,7 +291,7 @@ def test_a_long_text_is_named_before_the_work_begins(model: TransformerLensModel
 
 
 def test_small_studies_have_all_columns(model: TransformerLensModel, study: Study) -> None:
-    """Of two-token texts too, so that who reads the tables finds what is documented."""
+    """Also with texts of two tokens, so that code which reads the tables finds the documented columns."""
     found = run(model, ["", ""], EXACT)
     assert found[Correlations].table()["rows"].tolist() == [0] * 8
     assert found[Correlations].table()["rows_left_out"].tolist() == [4] * 8
