@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from captum_hta.integrations.loading import load_model
     from captum_hta.integrations.transformer_lens.adapter import TransformerLensModel
+    from captum_hta.integrations.transformer_lens.head_detection import head_scores
     from captum_hta.integrations.transformer_lens.hooked import HookedModel
     from captum_hta.integrations.transformers.adapter import TransformersModel
 
-__all__ = ["HookedModel", "TransformerLensModel", "TransformersModel", "load_model"]
+__all__ = ["HookedModel", "TransformerLensModel", "TransformersModel", "head_scores", "load_model"]
 
 _HOMES = {
     "HookedModel": "transformer_lens.hooked",
     "TransformerLensModel": "transformer_lens.adapter",
     "TransformersModel": "transformers.adapter",
+    "head_scores": "transformer_lens.head_detection",
     "load_model": "loading",
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from captum_hta import contributions, load_model
-from captum_hta.integrations import TransformersModel
+from captum_hta.integrations import TransformersModel, head_scores
 from captum_hta.model.protocol import Model
 
 pytestmark = pytest.mark.slow
@@ -110,6 +110,19 @@ def test_effects_of_the_readme(smollm2: TransformersModel, capsys: pytest.Captur
     assert heads.top(1)["head"].item() == "L23H3"
     assert heads.effects.shape == (30, 9)
     torch.testing.assert_close(sum(heads.parts.values()), heads.logit, rtol=1e-4, atol=0)
+
+
+def test_heads_of_the_readme(smollm2: TransformersModel) -> None:
+    """On six words, given twice, the heads of its table have the scores that it shows."""
+    scores = head_scores(smollm2, 2 * " cat house river music green seven", n_probes=4)
+    strongest = scores.sort_values("attention", ascending=False).groupby("pattern", sort=False).head(1)
+    found = strongest.set_index("pattern")
+    names = {"previous token": "L11H1", "duplicate token": "L9H2", "induction": "L18H6", "sink": "L18H8"}
+    assert found["name"].to_dict() == names
+    induction = found.loc["induction"]
+    assert induction["attention"] == pytest.approx(0.75, abs=0.01)
+    assert induction["previous_layer"] == pytest.approx(0.62, abs=0.01)
+    assert 0.15 < induction["input"] < 0.35  # from few probes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
