@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any
 
 BRIDGED = ("BertForMaskedLM", "BertLMHeadModel", "RobertaForMaskedLM")
 """Post-LN classes that TransformerLens bridges as they are."""
@@ -11,7 +10,7 @@ BRIDGED_BY_DEFAULT = (*BRIDGED, "BertModel", "RobertaModel")
 """Classes that ``load_model`` bridges; those with other heads would lose them."""
 
 
-def is_bridge(model: Any) -> bool:
+def is_bridge(model: object) -> bool:
     """Whether a model is a ``TransformerBridge``, judged by its attributes."""
     return all(hasattr(model, name) for name in ("hook_dict", "cfg", "original_model"))
 

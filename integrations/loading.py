@@ -136,7 +136,7 @@ def _adapted(
     return TransformersModel(model, tokenizer, name, part)
 
 
-def _require_tokenizer(tokenizer: Any) -> None:
+def _require_tokenizer(tokenizer: object) -> None:
     """Raise a ``TypeError`` if an argument can be no tokenizer or processor."""
     is_bare = type(tokenizer).__module__.partition(".")[0] == "tokenizers"
     if isinstance(tokenizer, str | PathLike) or is_bare:

@@ -109,7 +109,7 @@ def _checked(part: str | None) -> str | None:
     return part
 
 
-def _named_class(config: Any) -> str:
+def _named_class(config: object) -> str:
     names: list[str] = getattr(config, "architectures", None) or [""]
     return names[0]
 
