@@ -237,4 +237,10 @@ def _bridged(model: Module, tokenizer: Any, name: str, part: str | None) -> Tran
     from captum_hta.integrations.transformer_lens.internals import build_bridge
 
     given = GivenModel(copy.deepcopy(model, _kept(model, shares_weights=True)), tokenizer)
-    return TransformerLensModel(build_bridge(inner, name, tokenizer), tokenizer, name, given)
+    try:
+        return TransformerLensModel(build_bridge(inner, name, tokenizer), tokenizer, name, given)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"TransformerLens does not bridge this {type(inner).__name__} ({type(error).__name__}: {error}): "
+            "load it with adapter='transformers'"
+        ) from error

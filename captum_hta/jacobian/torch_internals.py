@@ -33,6 +33,7 @@ __all__ = [
     "tree_flatten",  # leaves of nested arguments, in the order that PyTorch takes them
     "tree_map",
     "tree_unflatten",
+    "uncompiled",
     "version_of",
     "writes_to_arguments",
 ]
@@ -111,3 +112,12 @@ def version_of(tensor: Tensor) -> int:
 def storage_identity(tensor: Tensor) -> int:
     """A number that tensors share if they share memory; data pointers do not tell empty ones apart."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def uncompiled(module: Module) -> Module:
+    """The module that ``torch.compile`` was called with; any other module as it is.
+
+    The class of compiled modules takes seconds to import, so it is told by its attribute ``_orig_mod``.
+    """
+    inner: object = module._modules.get("_orig_mod")
+    return inner if isinstance(inner, Module) else module

@@ -88,6 +88,7 @@ def structure_of(model: Module, trace: Trace, part: str | None, encoder: Module 
     Raises:
         StructureError: If the parts do not fit together.
     """
+    _require_every_attention(trace)
     heads = _chosen(trace, part, encoder)
     blocks = _blocks(model, heads)
     _require_hidden(blocks)
@@ -107,6 +108,24 @@ def structure_of(model: Module, trace: Trace, part: str | None, encoder: Module 
         memory=None if encoder is None else _memory(model, trace, encoder),
         written_out=trace.written_out,
     )
+
+
+def _require_every_attention(trace: Trace) -> None:
+    """Check that attention was seen in every call of the modules that compute it elsewhere.
+
+    It is not where a ``forward`` was replaced by a function that keeps the module of another model.
+
+    Raises:
+        StructureError: If it was not; names the module.
+    """
+    kinds = {type(one.call.module) for one in trace.heads}
+    seen = {one.call for one in trace.heads}
+    for number, call in enumerate(call for call in trace.calls if type(call.module) in kinds):
+        if call not in seen:
+            raise StructureError(
+                f"call {number} of {type(call.module).__name__} computes no attention that can be seen, "
+                "where others do: its forward was replaced, or depends on the text"
+            )
 
 
 def _chosen(trace: Trace, part: str | None, encoder: Module | None) -> list[Heads]:

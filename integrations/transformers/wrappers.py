@@ -1,11 +1,14 @@
-"""Models of ``transformers`` inside the wrappers of PEFT."""
+"""Models of ``transformers`` inside the wrappers of PEFT and PyTorch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
+
+from captum_hta.jacobian.torch_internals import uncompiled
 
 
 def unwrapped(model: object) -> PreTrainedModel:
@@ -18,13 +21,25 @@ def unwrapped(model: object) -> PreTrainedModel:
         ValueError: If adapters add virtual tokens, which are no tokens of the text.
     """
     require_own_tokens(model)
-    found = model
+    model = found = _plain(model)
     if isinstance(model, Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         peft_model: Any = model
         found = peft_model.get_base_model()
     if not isinstance(found, PreTrainedModel):
         raise TypeError(no_model(found))
     return found
+
+
+def _plain(model: object) -> object:
+    """The model inside ``torch.compile`` and data parallelism, which compute the same."""
+    while isinstance(model, Module):
+        inner = (
+            model.module if isinstance(model, DataParallel | DistributedDataParallel) else uncompiled(model)
+        )
+        if inner is model:
+            break
+        model = inner
+    return model
 
 
 def require_own_tokens(model: object) -> None:

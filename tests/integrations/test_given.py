@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,6 +88,41 @@ def test_fingerprints_know_adapters() -> None:
     assert found[0].equal(found[2])
     assert len(set(prints)) == 3
     assert not any(found[0].allclose(other) for other in (found[1], found[3]))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("wrapper", [partial(torch.compile, backend="eager"), torch.nn.DataParallel])
+def test_wrappers_of_pytorch(wrapper: Callable[[Module], Module], source: str) -> None:
+    """Compiled models and data parallelism compute the same as the model inside."""
+    model = tiny_bert(hf.BertModel)
+    expected = contributions(load_model(model, WordTokenizer()), [PAIR], source=source)
+    for wrapped in (wrapper(model), torch.nn.DataParallel(wrapper(model))):
+        assert (
+            off(contributions(load_model(wrapped, WordTokenizer()), [PAIR], source=source), expected) < 1e-9
+        )
+
+
+def test_what_transformer_lens_does_not_bridge() -> None:
+    """Such as a config that disagrees with the heads of the model. The error names a remedy that works."""
+    model = tiny_bert(hf.BertModel)
+    model.config.num_attention_heads = 4
+    with pytest.raises(ValueError, match=r"does not bridge this BertModel .* adapter='transformers'"):
+        load_model(model, WordTokenizer(), adapter="transformer_lens")
+    result = contributions(load_model(model, WordTokenizer(), adapter="transformers"), TEXT)
+    expected = contributions(load_model(tiny_bert(hf.BertModel), WordTokenizer()), TEXT)
+    assert off(result, expected) < 1e-9
+
+
+def test_a_block_whose_attention_cannot_be_seen() -> None:
+    """A replaced forward keeps the attention of the model that was copied, and no layer is left out."""
+    model = tiny_bert(hf.BertModel)
+    attention = model.encoder.layer[1].attention.self
+    own = attention.forward
+    attention.forward = lambda *args, **options: own(*args, **options)
+    with pytest.raises(
+        ValueError, match="call 1 of BertSelfAttention computes no attention that can be seen"
+    ):
+        load_model(model, WordTokenizer(), adapter="transformers")
 
 
 @pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig", "PromptEncoderConfig"])
