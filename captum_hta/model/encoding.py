@@ -46,8 +46,8 @@ class Encoding:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def first(self, count: int) -> Encoding:
-        """The encoding of the first ``count`` tokens only."""
+    def first(self, count: int | None) -> Encoding:
+        """The encoding of the first ``count`` tokens only; of all with ``None``."""
         return self._slice(slice(count))
 
     def without_first(self) -> Encoding:

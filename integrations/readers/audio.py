@@ -28,6 +28,7 @@ class AudioReader:
     """
 
     medium = "audio"
+    sampled: int | None = 6
 
     def __init__(self, tokenizer: Any, features: int, longest: int) -> None:
         self.tokenizer, self.longest = tokenizer, longest
@@ -48,7 +49,7 @@ class AudioReader:
     def sample(self) -> Encoding:
         """The first tokens of some features that are not constant."""
         waves = torch.arange(self.shape[0] * self.shape[1], device="cpu").mul(0.7).sin()
-        return self._encoding(waves.view(self.shape)).first(6)
+        return self._encoding(waves.view(self.shape)).first(self.sampled)
 
     def encode(self, audio: object, max_length: int | None = None) -> Encoding:
         """Read audio. It is padded to the length that the model reads, and never cut.

@@ -31,6 +31,7 @@ class ImageReader:
     """
 
     medium = "image"
+    sampled: int | None = 6
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class ImageReader:
     @property
     def longest(self) -> int | None:
         """The number of tokens of an image; ``None`` if it depends on the image."""
-        return None if self.any_size else len(self.special) + math.prod(self._grid(self.shape))
+        return None if self.any_size else len(self.special) + math.prod(self.grid(self.shape))
 
     def accepts(self, image: object) -> bool:
         """Whether it is a path, a PIL image, or an array with three axes."""
@@ -67,9 +68,8 @@ class ImageReader:
         """The first tokens of some image that is not constant."""
         height, width = (2 * self.patch[0], 3 * self.patch[1]) if self.any_size else self.shape[1:]
         count = self.shape[0] * height * width
-        return self._encoding(torch.arange(count, device="cpu").mul(0.7).sin().view(-1, height, width)).first(
-            6
-        )
+        waves = torch.arange(count, device="cpu").mul(0.7).sin()
+        return self._encoding(waves.view(-1, height, width)).first(self.sampled)
 
     def encode(self, image: object, max_length: int | None = None) -> Encoding:
         """Read an image. It is never cut: there is a position for every patch.
@@ -139,14 +139,14 @@ class ImageReader:
         return pixels.detach().cpu().to(torch.promote_types(pixels.dtype, torch.float32))
 
     def _encoding(self, pixels: Tensor) -> Encoding:
-        rows, columns = self._grid(pixels.shape)
+        rows, columns = self.grid(pixels.shape)
         places = [f"({row}, {column})" for row in range(rows) for column in range(columns)]
         return Encoding(
             [], [], [*self.special, *places],
             content=pixels, grid=(rows, columns), image=self._shown(pixels),
         )  # fmt: skip
 
-    def _grid(self, shape: Sequence[int]) -> tuple[int, int]:
+    def grid(self, shape: Sequence[int]) -> tuple[int, int]:
         """Rows and columns of patches."""
         return shape[1] // self.patch[0], shape[2] // self.patch[1]
 

@@ -10,6 +10,7 @@ import torch
 
 from captum_hta.integrations.readers.audio import AudioReader
 from captum_hta.integrations.readers.texts import TextReader
+from captum_hta.integrations.readers.waves import WaveReader
 from captum_hta.model.encoding import Batch, Encoding
 
 
@@ -25,7 +26,9 @@ class PairReader:
 
     longest: int | None = None
 
-    def __init__(self, context: TextReader | AudioReader, texts: TextReader, start: int, cross: bool) -> None:
+    def __init__(
+        self, context: TextReader | AudioReader | WaveReader, texts: TextReader, start: int, cross: bool
+    ) -> None:
         self.context, self.texts, self.start, self.cross = context, texts, start, cross
         self.tokenizer, self.medium = texts.tokenizer, context.medium
         self.reads = f"a pair, what the encoder reads ({context.reads}) and the text of the decoder"

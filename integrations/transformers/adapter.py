@@ -23,6 +23,10 @@ from captum_hta.integrations.conditions import (
     tolerance,
 )
 from captum_hta.integrations.proof import Proof
+from captum_hta.integrations.readers.audio import AudioReader
+from captum_hta.integrations.readers.images import ImageReader
+from captum_hta.integrations.readers.pairs import PairReader
+from captum_hta.integrations.readers.waves import WaveReader
 from captum_hta.integrations.transformers.attention import (
     SWITCH,
     AttentionCall,
@@ -32,8 +36,15 @@ from captum_hta.integrations.transformers.attention import (
     rotation,
 )
 from captum_hta.integrations.transformers.experts import computable_experts
-from captum_hta.integrations.transformers.families import layout_of
-from captum_hta.integrations.transformers.parts import TOWERS, base_of, encoder_of, part_of_model
+from captum_hta.integrations.transformers.families import IMAGES, layout_of
+from captum_hta.integrations.transformers.parts import (
+    TOWERS,
+    base_of,
+    encoder_of,
+    named_parts,
+    part_of_model,
+)
+from captum_hta.integrations.transformers.patches import find_patches
 from captum_hta.integrations.transformers.products import Product
 from captum_hta.integrations.transformers.projections import (
     input_norm,
@@ -108,6 +119,9 @@ class TransformersModel(Adapter):
         self.max_length = self.reader.longest or longest_text(self.base)
         self.thresholds = rope_thresholds(self._config)
         self._take(self._found())
+        if isinstance(self.reader, ImageReader):
+            labels = IMAGES.get(self._config.model_type, ())
+            find_patches(self.reader, self.source(self.first_entry), self._run_one, labels)
         self.layout = layout_of(self._config)
         self._closed_form = bool(self.layout.projections) and self.part != "cross"
         self.prove()
@@ -124,7 +138,13 @@ class TransformersModel(Adapter):
         """
         require_weights(self.name, self.module)
         batch = self.batch([self.reader.sample()])
-        trace = traced(self.base, lambda: self.forward(*batch.inputs, *batch.extra))
+        try:
+            trace = traced(self.base, lambda: self.forward(*batch.inputs, *batch.extra))
+        except Exception as error:  # whatever the model raises on its own
+            raise ValueError(
+                f"{self.architecture} does not run on {self.reader.reads} alone ({type(error).__name__}: "
+                f"{error}). {named_parts(self.base)}The class HiddenTokenAttribution takes any PyTorch model"
+            ) from error
         part = None if self._is_part_of_a_whole else self.part
         try:
             return structure_of(self.base, trace, part, encoder_of(self.base) if part else None)
@@ -353,8 +373,25 @@ class TransformersModel(Adapter):
 
     def prove(self) -> None:
         """Check the adapter on a few tokens; give up the closed form if only that does not hold."""
+        self._shorten_sample()
         with self._shortened():
             super().prove()
+
+    def _shorten_sample(self) -> None:
+        """Take all tokens of a sample where blocks do not run on the first of them alone, as with a table of
+        relative positions.
+        """
+        reader = self.reader.context if isinstance(self.reader, PairReader) else self.reader
+        if isinstance(reader, ImageReader | AudioReader | WaveReader):
+            try:
+                with self._shortened():
+                    self._run_one(self.reader.sample())
+            except (RuntimeError, IndexError, ValueError):
+                reader.sampled = None
+
+    def _run_one(self, encoding: Encoding) -> object:
+        batch = self.batch([encoding])
+        return self.forward(*batch.inputs, *batch.extra)
 
     def _run_proof(self, proof: Proof) -> None:
         proof.run({})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 from torch.nn import Module
@@ -43,19 +44,31 @@ def base_of(model: PreTrainedModel, part: str | None = None) -> PreTrainedModel:
         ValueError: If there is no such tower.
     """
     base = cast(PreTrainedModel, model.base_model)
+    if base.main_input_name not in inspect.signature(base.forward).parameters:
+        base = model  # what is called its base is a module within it
     if part not in TOWERS:
         return base
-    towers = [
-        module for module in base.modules() if module is not base and isinstance(module, PreTrainedModel)
-    ]
-    found = [module for module in towers if MEDIA.get(module.main_input_name) == part]
-    if not found:
-        media = sorted({MEDIA.get(str(module.main_input_name), "") for module in towers} - {""})
-        has = f"has parts {', '.join(media)}" if media else "has no parts"
+    found = _towers(base).get(part)
+    if found is None:
         raise ValueError(
-            f"{type(model).__name__} {has}: part={part!r} is none, so leave out --part, or part="
+            f"{type(model).__name__} has no part {part!r}: leave out --part, or part=. {named_parts(base)}"
         )
-    return found[0]
+    return found
+
+
+def _towers(base: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """The models within a model, by what they read; the outermost of each kind."""
+    towers: dict[str, PreTrainedModel] = {}
+    for module in base.modules():
+        if module is not base and isinstance(module, PreTrainedModel) and module.main_input_name in MEDIA:
+            towers.setdefault(MEDIA[module.main_input_name], module)
+    return towers
+
+
+def named_parts(base: PreTrainedModel) -> str:
+    """The parts of a model that reads several media, in a sentence for errors; empty if it has none."""
+    towers = _towers(base)
+    return f"It has parts: name one, --part or part={' or '.join(map(repr, towers))}. " if towers else ""
 
 
 def has_both(base: Module) -> bool:

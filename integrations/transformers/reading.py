@@ -12,7 +12,7 @@ from captum_hta.integrations.readers.audio import AudioReader
 from captum_hta.integrations.readers.images import ImageReader
 from captum_hta.integrations.readers.pairs import PairReader
 from captum_hta.integrations.readers.texts import TextReader
-from captum_hta.integrations.transformers.families import IMAGES
+from captum_hta.integrations.readers.waves import WaveReader
 from captum_hta.integrations.transformers.parts import medium_of
 from captum_hta.integrations.weights import weight_of
 from captum_hta.model.protocol import Reader
@@ -36,11 +36,11 @@ def reader_for(base: PreTrainedModel, tokenizer: Any, part: str | None, name: st
     medium = medium_of(base)
     if medium == "image":
         return _image_reader(config, tokenizer, name)
-    context: AudioReader | None = None
+    context: AudioReader | WaveReader | None = None
     if medium == "audio":
         extractor, tokenizer = _split_processor(tokenizer)
-        context = AudioReader(extractor, config.num_mel_bins, config.max_source_positions)
-        if part == "encoder":
+        context = _audio_reader(config, extractor, name)
+        if part in ("encoder", None):
             return context
     if tokenizer is None:
         raise ValueError(f"{name} carries no tokenizer: pass tokenizer=")
@@ -113,14 +113,34 @@ def rope_thresholds(config: Any) -> list[int]:
 
 
 def _image_reader(config: Any, processor: Any, name: str) -> ImageReader:
+    if not all(hasattr(config, one) for one in ("image_size", "patch_size", "num_channels")):
+        raise ValueError(
+            f"{name} reads images whose size, patches or channels its configuration does not name: use the "
+            "class HiddenTokenAttribution, which takes any PyTorch model"
+        )
     if hasattr(processor, "convert_ids_to_tokens"):
         raise TypeError(f"{name} reads images: pass an image processor, got {type(processor).__name__}")
     return ImageReader(
         processor,
         (config.num_channels, *_height_and_width(config.image_size)),
         _height_and_width(config.patch_size),
-        IMAGES.get(config.model_type, ()),
-        any_size=config.model_type == "dinov2",
+        (),
+    )
+
+
+def _audio_reader(config: Any, extractor: Any, name: str) -> AudioReader | WaveReader:
+    """The reader of audio, as features of fixed length or as a wave.
+
+    Raises:
+        ValueError: If the configuration names neither.
+    """
+    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
+        return AudioReader(extractor, config.num_mel_bins, config.max_source_positions)
+    if hasattr(config, "conv_kernel") and hasattr(config, "conv_stride"):
+        return WaveReader(extractor, config.conv_kernel, config.conv_stride)
+    raise ValueError(
+        f"{name} reads audio neither as features of a fixed length nor by convolutions that its "
+        "configuration names: use the class HiddenTokenAttribution, which takes any PyTorch model"
     )
 
 

@@ -52,7 +52,7 @@ class Structure:
         gaps: Numbers of blocks after which blocks without attention run.
         first: The first block of all, if it is one without attention.
         final_norm: The module that normalises the output of the last block, or ``None``.
-        memory: For parts of a decoder the inputs of the encoder's blocks, and what the decoder reads of it.
+        memory: For cross attention the inputs of the encoder's blocks, and what the decoder reads of it.
         written_out: Whether attention is computed by functions of PyTorch, not by the attention interface of
             ``transformers``.
     """
@@ -105,7 +105,7 @@ def structure_of(model: Module, trace: Trace, part: str | None, encoder: Module 
         gaps=_gaps(model, blocks),
         first=_first(model, trace, blocks[0]),
         final_norm=_final_norm(trace, blocks[-1]),
-        memory=None if encoder is None else _memory(model, trace, encoder),
+        memory=_memory(model, trace, encoder) if part == "cross" and encoder is not None else None,
         written_out=trace.written_out,
     )
 
@@ -242,7 +242,8 @@ def _residual(trace: Trace, block: ModuleCall, reader: ModuleCall) -> tuple[Modu
     ]
     for call in calls:
         if call.order > reader.order and any(_same(call.x, stream) for stream in streams):
-            goes_on = any(_is_rest(block.out, call.x, other.out) for other in calls)
+            later = [block.out, *(one.x for one in calls if one.order > call.order)]
+            goes_on = any(_is_rest(value, call.x, other.out) for value in later for other in calls)
             is_post = isinstance(call.module, LayerNorm) and not goes_on
             return (call.module if is_post else None), True
     parallel = block.x is not None and reader.out is not None and block.x.shape == reader.out.shape
@@ -331,6 +332,8 @@ def _memory(model: Module, trace: Trace, encoder: Module) -> list[Site]:
         StructureError: If no module of the encoder returns what the decoder reads.
     """
     own = [one for one in trace.heads if _is_within(one.call, encoder)]
+    if not own:
+        raise StructureError("no attention over the tokens was seen in the encoder")
     blocks = _blocks(model, own)
     _require_hidden(blocks)
     within = [call for call in trace.calls if _is_within(call, encoder) and call.order >= blocks[-1].order]

@@ -127,7 +127,8 @@ def _tried(model: PreTrainedModel, run: Callable[[], object]) -> Trace | None:
 
 
 def _run(run: Callable[[], object]) -> None:
-    with torch.inference_mode(), full_precision():
+    """Run a model. Not in inference mode: some models cast their weights when they run."""
+    with torch.no_grad(), full_precision():
         run()
 
 
