@@ -28,6 +28,10 @@ PROVEN_COMPONENTS = 12 * 768
 """Up to this number of layers times width, that of a BERT-base, the closed form is proven in every block."""
 
 
+class ProofError(ValueError):
+    """An adapter does not fit its model."""
+
+
 class Proof:
     """Checks of an adapter, most of them in the middle block.
 
@@ -68,11 +72,11 @@ class Proof:
             found: What was found.
 
         Raises:
-            ValueError: If it does not hold.
+            ProofError: If it does not hold.
         """
         self.checks.append(Check(name, holds, found))
         if not holds:
-            raise ValueError(
+            raise ProofError(
                 f"the adapter does not fit {self.architecture}: {what} (checked in block {self.layer}); "
                 "contributions would be wrong, so the model is refused"
             )

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch.nn import Module
 
-from captum_hta.integrations.transformers.families import LAYOUTS
+from captum_hta.integrations.transformers.families import OVERRIDES
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 60}
 ENCODER = SIZES | {"intermediate_size": 32, "max_position_embeddings": 40}
@@ -212,7 +212,6 @@ def _rotary(model: str, **options: object) -> Family:
     return Family(
         _grouped(model.replace("Model", "Config"), model, **options),
         causal=True,
-        closed_form=False,
         exact=False,
     )
 
@@ -220,7 +219,7 @@ def _rotary(model: str, **options: object) -> Family:
 STRUCTURED = {
     "OPT": Family(
         _decoder("OPTConfig", "OPTModel", ffn_dim=32, word_embed_proj_dim=16),
-        "decoder.layers.{}", "self_attn.out_proj", causal=True, closed_form=False,
+        "decoder.layers.{}", "self_attn.out_proj", causal=True, exact=False,
     ),
     "GPT-J": Family(
         lambda: hf.GPTJModel(
@@ -254,15 +253,21 @@ STRUCTURED = {
         lambda: hf.MptModel(hf.MptConfig(d_model=16, n_layers=3, n_heads=4, vocab_size=60, max_seq_len=40)),
         "blocks.{}", "attn.out_proj", causal=True, closed_form=False, exact=False, note="ALiBi",
     ),
-    "StableLM": _rotary("StableLmModel"),
-    "OLMo2": replace(_rotary("Olmo2Model"), note="normalised queries and keys, norms after the sublayers"),
+    "StableLM": _rotary("StableLmModel", partial_rotary_factor=0.5),
+    "OLMo2": replace(
+        _rotary("Olmo2Model"), closed_form=False,
+        note="normalised queries and keys, norms after the sublayers",
+    ),
     "Granite": replace(_rotary("GraniteModel", residual_multiplier=0.5), note="scaled sublayers"),
     "Cohere": replace(_rotary("CohereModel"), note="parallel blocks"),
     "StarCoder2": _rotary("Starcoder2Model"),
     "SmolLM3": replace(_rotary("SmolLM3Model"), note="blocks without positions between others"),
     "Nemotron": _rotary("NemotronModel"),
     "GLM": replace(_rotary("GlmModel", head_dim=4), note="partial rotary, joint gate"),
-    "EXAONE4": replace(_rotary("Exaone4Model", sliding_window=3), note="norms after the sublayers, windows"),
+    "EXAONE4": replace(
+        _rotary("Exaone4Model", sliding_window=3), closed_form=False,
+        note="norms after the sublayers, windows",
+    ),
     "Persimmon": Family(
         _decoder("PersimmonConfig", "PersimmonModel"), projection="self_attn.dense", causal=True,
         closed_form=False, exact=False, note="normalised queries and keys",
@@ -271,19 +276,23 @@ STRUCTURED = {
         lambda: hf.GPTBigCodeModel(
             hf.GPTBigCodeConfig(n_embd=16, n_layer=3, n_head=4, vocab_size=60, n_positions=40, **IDS)
         ),
-        "h.{}", "attn.c_proj", causal=True, closed_form=False, exact=False, note="one head of keys",
+        "h.{}", "attn.c_proj", causal=True, exact=False, note="one head of keys",
     ),
     "Mixtral": replace(_rotary("MixtralModel", num_local_experts=4), note="mixture of experts"),
-    "Qwen3-MoE": replace(_rotary("Qwen3MoeModel", head_dim=8, **EXPERTS), note="mixture of experts"),
+    "Qwen3-MoE": replace(
+        _rotary("Qwen3MoeModel", head_dim=8, **EXPERTS), closed_form=False, note="mixture of experts"
+    ),
     "gpt-oss": replace(
         _rotary("GptOssModel", head_dim=4, num_local_experts=4, sliding_window=3),
-        note="mixture of experts, sinks, windows",
+        closed_form=False, note="mixture of experts, sinks, windows",
     ),
     "DeepSeek-V2": replace(
-        _rotary("DeepseekV2Model", n_group=1, **LATENT), note="latent keys and values, mixture of experts"
+        _rotary("DeepseekV2Model", n_group=1, **LATENT), closed_form=False,
+        note="latent keys and values, mixture of experts",
     ),
     "DeepSeek-V3": replace(
-        _rotary("DeepseekV3Model", n_group=2, **LATENT), note="latent keys and values, mixture of experts"
+        _rotary("DeepseekV3Model", n_group=2, **LATENT), closed_form=False,
+        note="latent keys and values, mixture of experts",
     ),
     "Qwen2-VL": Family(
         lambda: hf.Qwen2VLForConditionalGeneration(
@@ -294,7 +303,7 @@ STRUCTURED = {
                 vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2},
             )
         ),
-        "model.language_model.layers.{}", causal=True, closed_form=False, exact=False, note="its text side",
+        "model.language_model.layers.{}", causal=True, exact=False, note="its text side",
     ),
     "LLaVA": Family(
         lambda: hf.LlavaForConditionalGeneration(
@@ -303,25 +312,25 @@ STRUCTURED = {
                 vision_config=hf.CLIPVisionConfig(**EYES, image_size=8, patch_size=4),
             )
         ),
-        "model.language_model.layers.{}", causal=True, closed_form=False, exact=False, note="its text side",
+        "model.language_model.layers.{}", causal=True, exact=False, note="its text side",
     ),
     "MPNet": Family(
         _encoder("MPNetConfig", "MPNetModel"), "encoder.layer.{}", "attention.attn.o", closed_form=False,
         note="relative positions",
     ),
-    "CamemBERT": Family(_decoder("CamembertConfig", "CamembertModel"), *BERT, closed_form=False),
+    "CamemBERT": Family(_decoder("CamembertConfig", "CamembertModel"), *BERT),
     "ModernBERT": Family(
         _decoder(
             "ModernBertConfig", "ModernBertModel", local_attention=4, global_attn_every_n_layers=2,
             cls_token_id=1, sep_token_id=2,
         ),
-        projection="attn.Wo", closed_form=False, exact=False, note="pre-LN, windows",
+        projection="attn.Wo", exact=False, note="pre-LN, windows",
     ),
     "ESM": Family(
         _decoder(
             "EsmConfig", "EsmModel", mask_token_id=3, position_embedding_type="rotary", token_dropout=False
         ),
-        *BERT, closed_form=False, exact=False, note="pre-LN, rotary",
+        *BERT, exact=False, note="pre-LN, rotary",
     ),
     "RoFormer": Family(
         _encoder("RoFormerConfig", "RoFormerModel", embedding_size=16), *BERT, closed_form=False,
@@ -329,7 +338,11 @@ STRUCTURED = {
     ),
     "CLIP, text": Family(
         _decoder("CLIPTextConfig", "CLIPTextModel"), "encoder.layers.{}", "self_attn.out_proj", causal=True,
-        closed_form=False,
+        exact=False,
+    ),
+    "SigLIP, text": Family(
+        _decoder("SiglipTextConfig", "SiglipTextModel", projection_size=16), "encoder.layers.{}",
+        "self_attn.out_proj", exact=False,
     ),
     "Jamba": Family(
         _grouped(
@@ -337,15 +350,15 @@ STRUCTURED = {
             num_experts=2, num_experts_per_tok=1, expert_layer_period=2, use_mamba_kernels=False,
             mamba_d_state=4, mamba_dt_rank=4,
         ),
-        causal=True, closed_form=False, exact=False, layers=(1, 3),
+        causal=True, exact=False, layers=(1, 3),
         note="its blocks with attention, mixture of experts",
     ),
     "Bamba": Family(
         _grouped("BambaConfig", "BambaModel", attn_layer_indices=[1], mamba_expand=2, **MAMBA),
-        causal=True, closed_form=False, exact=False, layers=(1,), note="its blocks with attention",
+        causal=True, exact=False, layers=(1,), note="its blocks with attention",
     ),
     "Falcon-H1": Family(
-        _grouped("FalconH1Config", "FalconH1Model", mamba_d_ssm=32, **MAMBA), causal=True, closed_form=False,
+        _grouped("FalconH1Config", "FalconH1Model", mamba_d_ssm=32, **MAMBA), causal=True,
         exact=False, note="attention beside state spaces", layers=(0, 1),
     ),
 }  # fmt: skip
@@ -370,6 +383,39 @@ IMAGES = {
     ),
 }  # fmt: skip
 """Models of images. Their softmax is in float32, whatever the weights are in."""
+
+STRUCTURED_IMAGES = {
+    "CLIP, image": Family(
+        lambda: hf.CLIPVisionModel(hf.CLIPVisionConfig(**VISION)), "encoder.layers.{}", "self_attn.out_proj",
+        exact=False,
+    ),
+    "SigLIP, image": Family(
+        lambda: hf.SiglipVisionModel(hf.SiglipVisionConfig(**VISION)), "encoder.layers.{}",
+        "self_attn.out_proj", exact=False,
+    ),
+    "BEiT": Family(
+        lambda: hf.BeitModel(hf.BeitConfig(**VISION, use_relative_position_bias=True)),
+        "layers.{}", "attention.o_proj", exact=False, note="relative positions",
+    ),
+}  # fmt: skip
+
+CONVOLUTIONS = {
+    "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+HEARING = {"vocab_size": 32, **{name: VISION[name] for name in VISION if name not in SEEN}, **CONVOLUTIONS}
+STRUCTURED_AUDIO = {
+    "Wav2Vec2": Family(
+        lambda: hf.Wav2Vec2Model(hf.Wav2Vec2Config(**HEARING)), "encoder.layers.{}", "attention.out_proj",
+        note="reads waves",
+    ),
+    "HuBERT": Family(
+        lambda: hf.HubertModel(hf.HubertConfig(**HEARING)), "encoder.layers.{}", "attention.out_proj",
+        note="reads waves",
+    ),
+}  # fmt: skip
+SINGLE = STRUCTURED | STRUCTURED_IMAGES | STRUCTURED_AUDIO
+"""All models that are loaded by their structure alone, except encoder-decoders."""
 
 
 @dataclass(frozen=True)
@@ -434,11 +480,37 @@ PAIRS = {
     ),
 }  # fmt: skip
 
+SPEAKING = BART | {"bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2}
+STRUCTURED_PAIRS = {
+    "MT5": replace(
+        PAIRS["T5"],
+        make=lambda: hf.MT5Model(
+            hf.MT5Config(
+                d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=3, num_heads=4, vocab_size=60,
+                decoder_start_token_id=0,
+            )
+        ),
+    ),
+    "Marian": Pair(
+        lambda: hf.MarianModel(hf.MarianConfig(**SPEAKING, decoder_vocab_size=60)), *BART_PATHS,
+        "encoder.layers.1",
+    ),
+    "Pegasus": Pair(
+        lambda: hf.PegasusModel(hf.PegasusConfig(**SPEAKING)), *BART_PATHS, "encoder.layer_norm",
+        note="pre-LN",
+    ),
+    "M2M100": Pair(
+        lambda: hf.M2M100Model(hf.M2M100Config(**SPEAKING)), *BART_PATHS, "encoder.layer_norm", note="pre-LN"
+    ),
+}  # fmt: skip
+"""Encoder-decoders that are loaded by their structure alone."""
+EVERY = FAMILIES | SINGLE | IMAGES | PAIRS | STRUCTURED_PAIRS
+
 
 def tiny(name: str) -> Module:
     """The model of a family, in float64 and eval mode."""
     torch.manual_seed(0)
-    model = (FAMILIES | STRUCTURED | IMAGES | PAIRS)[name].make().double().eval()
+    model = EVERY[name].make().double().eval()
     with torch.no_grad():  # so that biases are not 0 and norms not 1
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -457,14 +529,15 @@ def table() -> str:
     closed_form = "closed form of the previous layer"
     titles = ["family", "loaded by", closed_form, "TransformerLens too", "tested on", "notes"]
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|---|---|---|"]
-    for name, family in (FAMILIES | STRUCTURED | IMAGES).items():
+    for name, family in (FAMILIES | STRUCTURED | IMAGES | STRUCTURED_IMAGES | STRUCTURED_AUDIO).items():
         kind = "decoder" if family.causal else "encoder"
-        kind = f"vision {kind}" if name in IMAGES else kind
+        kind = f"vision {kind}" if name in IMAGES | STRUCTURED_IMAGES else kind
+        kind = f"audio {kind}" if name in STRUCTURED_AUDIO else kind
         notes = f"{kind}, {family.note}" if family.note else kind
         tested = f"tiny random; real: {family.real}" if family.real else "tiny random"
         answers = ("yes" if holds else "no" for holds in (family.closed_form, family.bridge))
         lines.append(f"| {name} | {_loaded_by(name)} | {' | '.join(answers)} | {tested} | {notes} |")
-    for name, pair in PAIRS.items():
+    for name, pair in (PAIRS | STRUCTURED_PAIRS).items():
         notes = ", ".join(filter(None, ("encoder, decoder and cross attention", pair.note)))
         answers = f"{_loaded_by(name)} | except cross attention | no"
         lines.append(f"| {name} | {answers} | tiny random | {notes} |")
@@ -472,8 +545,8 @@ def table() -> str:
 
 
 def _loaded_by(name: str) -> str:
-    kind = (FAMILIES | STRUCTURED | IMAGES | PAIRS)[name].make().config.model_type
-    return "override" if kind in LAYOUTS else "structure"
+    kind = EVERY[name].make().config.model_type
+    return "override" if kind in OVERRIDES else "structure"
 
 
 if __name__ == "__main__":

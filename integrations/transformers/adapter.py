@@ -22,7 +22,7 @@ from captum_hta.integrations.conditions import (
     require_weights,
     tolerance,
 )
-from captum_hta.integrations.proof import Proof
+from captum_hta.integrations.proof import Proof, ProofError
 from captum_hta.integrations.readers.audio import AudioReader
 from captum_hta.integrations.readers.images import ImageReader
 from captum_hta.integrations.readers.pairs import PairReader
@@ -36,7 +36,7 @@ from captum_hta.integrations.transformers.attention import (
     rotation,
 )
 from captum_hta.integrations.transformers.experts import computable_experts
-from captum_hta.integrations.transformers.families import IMAGES, layout_of
+from captum_hta.integrations.transformers.families import override_for
 from captum_hta.integrations.transformers.parts import (
     TOWERS,
     base_of,
@@ -47,9 +47,11 @@ from captum_hta.integrations.transformers.parts import (
 from captum_hta.integrations.transformers.patches import find_patches
 from captum_hta.integrations.transformers.products import Product
 from captum_hta.integrations.transformers.projections import (
+    follows,
     input_norm,
     knows_norm,
     knows_projections,
+    later_map,
     split_weights,
 )
 from captum_hta.integrations.transformers.reading import (
@@ -62,7 +64,7 @@ from captum_hta.integrations.transformers.reading import (
 from captum_hta.integrations.transformers.refusal import refusal
 from captum_hta.integrations.transformers.samples import shortened, turned
 from captum_hta.integrations.transformers.structure import Place, Structure, StructureError, structure_of
-from captum_hta.integrations.transformers.trace import traced
+from captum_hta.integrations.transformers.trace import Trace, traced
 from captum_hta.integrations.transformers.wrappers import unwrapped
 from captum_hta.integrations.weights import linear_map, repeated, sum_norm, weight_of
 from captum_hta.model.attention import Attention, AttentionFactors, OutputProjection, Unembedding
@@ -118,33 +120,60 @@ class TransformersModel(Adapter):
         self.reader = reader_for(self.base, tokenizer, self.part, self.name)
         self.max_length = self.reader.longest or longest_text(self.base)
         self.thresholds = rope_thresholds(self._config)
-        self._take(self._found())
+        try:
+            self._understand(as_it_is=False)
+        except ProofError:
+            if self.structure.written_out:
+                raise
+            self._understand(as_it_is=True)  # eager attention of its file is not what it computes
+
+    def _understand(self, as_it_is: bool) -> None:
+        """Find the structure of the model and prove it.
+
+        Args:
+            as_it_is: Whether its own implementation of attention is observed, also if it could be switched.
+
+        Raises:
+            ValueError: If the model does not run, or what is found does not fit.
+        """
+        trace = self._trace(as_it_is)
+        self._take(self._found(trace))
         if isinstance(self.reader, ImageReader):
-            labels = IMAGES.get(self._config.model_type, ())
+            labels = override_for(self._config).labels
             find_patches(self.reader, self.source(self.first_entry), self._run_one, labels)
-        self.layout = layout_of(self._config)
-        self._closed_form = bool(self.layout.projections) and self.part != "cross"
-        self.prove()
+        layouts = [place.layout for place in self.places]
+        self._closed_form = self.part != "cross" and None not in layouts
+        try:
+            self.prove()
+        except ProofError as error:
+            raise ProofError(refusal(self.base, trace, str(error))) from error
 
     @property
     def _config(self) -> Any:
         return self.base.config
 
-    def _found(self) -> Structure:
-        """The structure of the model, from one forward pass.
+    def _trace(self, as_it_is: bool) -> Trace:
+        """One forward pass of a few tokens.
 
         Raises:
-            ValueError: If what is found does not fit together.
+            ValueError: If the model does not run.
         """
         require_weights(self.name, self.module)
         batch = self.batch([self.reader.sample()])
         try:
-            trace = traced(self.base, lambda: self.forward(*batch.inputs, *batch.extra))
+            return traced(self.base, lambda: self.forward(*batch.inputs, *batch.extra), as_it_is)
         except Exception as error:  # whatever the model raises on its own
             raise ValueError(
                 f"{self.architecture} does not run on {self.reader.reads} alone ({type(error).__name__}: "
                 f"{error}). {named_parts(self.base)}The class HiddenTokenAttribution takes any PyTorch model"
             ) from error
+
+    def _found(self, trace: Trace) -> Structure:
+        """The structure of the model.
+
+        Raises:
+            ValueError: If what is found does not fit together.
+        """
         part = None if self._is_part_of_a_whole else self.part
         try:
             return structure_of(self.base, trace, part, encoder_of(self.base) if part else None)
@@ -292,22 +321,25 @@ class TransformersModel(Adapter):
             self._require_heads(call, recording.outputs[layer], real, layer, "the attention")
         factors = None
         if self._closed_form and untouched and isinstance(call, AttentionCall) and call.plain:
-            known = knows_projections(self.layout, place.attention) and knows_norm(self.layout, place.block)
-            factors = self._factors(place, call, recording, layer) if known else None
+            factors = self._factors(place, call, recording, layer)
         return Attention(call.pattern, factors, repeated(call.value, self.num_heads, 1))
 
     def _factors(
         self, place: Place, call: AttentionCall, recording: Recording, layer: int
-    ) -> AttentionFactors:
-        x = recording.inputs[layer]
-        weights = split_weights(self.layout, place.attention, self.num_heads, self.key_heads, self.d_head)
-        query_weight, key_weight, value_weight = weights
+    ) -> AttentionFactors | None:
+        """The factors of the closed form; ``None`` if the projections are no longer plain matrices."""
+        x, layout, block = recording.inputs[layer], place.layout, place.block
+        if layout is None or not knows_projections(layout, block) or not knows_norm(layout, block):
+            return None
+        rotated = layout.query.rotated or layout.key.rotated
         angles = recording.position_embeddings(layer)
-        rotary = None if angles is None else rotation(place.attention, angles, self.d_head)
-        query_map = rotary
-        if self.layout.scales_queries:
-            scaling: Any = place.attention.scaling
-            query_map = float(scaling) * torch.eye(self.d_head, device="cpu").to(x)[None, None, None]
+        rotary = rotation(place.attention, angles, self.d_head) if rotated and angles is not None else None
+        norm, bound = input_norm(layout, block, x), tolerance(self.dtype)
+        given = zip((layout.query, layout.key, layout.value), (call.query, call.key, call.value), strict=True)
+        for one, found in given:
+            if not follows(one, recording.projected[layer, one.name], rotary, found, bound):
+                return None
+        query_weight, key_weight, value_weight = split_weights(layout, block, self.num_heads, self.d_head)
         return AttentionFactors(
             pattern=call.pattern,
             query=call.query,
@@ -318,9 +350,9 @@ class TransformersModel(Adapter):
             query_weight=query_weight,
             key_weight=key_weight,
             value_weight=value_weight,
-            norm=input_norm(self.layout, place.block, x),
-            query_map=query_map,
-            key_map=rotary,
+            norm=norm,
+            query_map=later_map(layout.query, rotary, x, self.d_head),
+            key_map=later_map(layout.key, rotary, x, self.d_head),
             bias=call.bias,
         )
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ SWITCH = Turn()
 POSITION_BIASES = ("position_bias", "relative_position_bias")
 """Arguments of attention functions that are added to the scores."""
 _RECORDER = threading.local()
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Recording:
         calls: For each attention module the attention that it computes, call by call.
         rotary: For each attention module and call the cosines and sines of its rotary embedding.
         inputs: For each block of ``places`` its input ``[batch, token, width]``.
+        read, projected: For each block and each module, by its path in the block, that computes its queries,
+            keys or values, what that reads and returns.
         outputs: For each block the outputs of its heads ``[batch, token, head * d_head]``, as its output
             projection reads them.
     """
@@ -80,6 +83,8 @@ class Recording:
     rotary: dict[Module, list[Any]] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
+    read: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    projected: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def call(self, layer: int) -> AttentionCall | Product | None:
         """The attention of a block; ``None`` if none was seen."""
@@ -103,6 +108,11 @@ class Recording:
                 outputs = Site(place.projection, at_input=True, call=place.inner_call)
                 for site, values in ((inputs, self.inputs), (outputs, self.outputs)):
                     stack.callback(hook_site(site, _recorder(values, layer)).remove)
+                for name in () if place.layout is None else place.layout.names:
+                    module = place.block.get_submodule(name)
+                    entered, left = (Site(module, at_input, place.inner_call) for at_input in (True, False))
+                    stack.callback(hook_site(entered, _recorder(self.read, (layer, name))).remove)
+                    stack.callback(hook_site(left, _recorder(self.projected, (layer, name))).remove)
             for module in dict.fromkeys(place.attention for place in self.places):
                 hook = module.register_forward_pre_hook(self._rotary_recorder(), with_kwargs=True)
                 stack.callback(hook.remove)
@@ -145,8 +155,8 @@ class Recording:
         return record
 
 
-def _recorder(values: dict[int, Tensor], layer: int) -> Callable[[Tensor], None]:
-    return lambda value: values.__setitem__(layer, value.detach())
+def _recorder(values: dict[Key, Tensor], key: Key) -> Callable[[Tensor], None]:
+    return lambda value: values.__setitem__(key, value.detach())
 
 
 @contextmanager

@@ -1,28 +1,212 @@
-"""The layout of attention: how queries, keys and values are computed, as the closed form needs it."""
+"""The layout of attention: which modules compute queries, keys and values, as the closed form needs it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from captum_hta.integrations.transformers.attention import AttentionCall, rotation
+from captum_hta.integrations.transformers.trace import KEPT_TOKENS, Heads, ModuleCall, is_norm, same
+from captum_hta.integrations.weights import is_plain, token_norm, weight_of
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How queries, keys or values are computed: ``factor`` times some outputs of a plain matrix.
+
+    Attributes:
+        name: The module, by its path in the block.
+        rows: Numbers of its outputs, ``[head * d_head]``; ``None`` for all in order.
+        factor: What they are multiplied by.
+        rotated: Whether a rotary embedding follows.
+    """
+
+    name: str
+    rows: Tensor | None = None
+    factor: float = 1.0
+    rotated: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm before the projections of a pre-LN block.
+
+    Attributes:
+        name: The module, by its path in the block.
+        centred: Whether it removes the mean.
+        unit_offset: Whether its weight is stored as its difference from one.
+    """
+
+    name: str
+    centred: bool
+    unit_offset: bool
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the structure of a model does not tell about its attention.
+    """The layout of the attention of a block.
 
     Attributes:
-        projections: Within the attention module, the modules that compute queries, keys and values, or the
-            single module that computes all three; empty if the closed form is not known.
-        joined: How a single module computes all three: ``"parts"``, one after the other; ``"heads"``, the
-            three of each head together.
-        norm: The module of a block that normalises the input of the projections; ``None`` for post-LN blocks.
-        unit_offset: Whether the norm's weight is stored as its difference from one.
-        scales_queries: Whether queries are multiplied by the ``scaling`` of ``attention`` when they are
-            computed, instead of the scores.
+        query, key, value: How these are computed.
+        norm: The norm of their input; ``None`` for post-LN blocks.
     """
 
-    projections: tuple[str, ...] = ()
-    joined: Literal["", "parts", "heads"] = ""
-    norm: str | None = None
-    unit_offset: bool = False
-    scales_queries: bool = False
+    query: Projection
+    key: Projection
+    value: Projection
+    norm: Norm | None
+
+    @property
+    def names(self) -> list[str]:
+        """The modules that compute queries, keys and values, each once."""
+        return list(dict.fromkeys((self.query.name, self.key.name, self.value.name)))
+
+
+def layout_of(calls: Sequence[ModuleCall], block: ModuleCall, heads: Heads) -> Layout | None:
+    """Find the layout of a block by the numbers that its modules returned.
+
+    Args:
+        calls: The calls within the block.
+        block: The call of the block.
+        heads: Its attention.
+
+    Returns:
+        The layout; ``None`` if scores are no scaled dot products, or if queries, keys and values are not
+        computed by plain matrices, a factor and a rotary embedding from the block's input or its norm.
+    """
+    attention = heads.attention
+    if not isinstance(attention, AttentionCall) or not attention.plain:
+        return None
+    names = {module: name for name, module in block.module.named_modules()}
+    maps = [one for one in calls if is_plain(one.module) and one.out is not None and one.order < _end(heads)]
+    sizes = attention.query.shape[1], attention.key.shape[1], attention.query.shape[-1]
+    found = []
+    for part, wanted in enumerate((attention.query, attention.key, attention.value)):
+        match = _projection(maps, names, part, _tokens_first(wanted), sizes, heads)
+        if match is None:
+            return None
+        found.append(match)
+    inputs = [call.x for call, _ in found]
+    if not all(same(x, inputs[0]) for x in inputs):
+        return None
+    norm = _norm(calls, names, block, inputs[0])
+    if norm is None and not same(inputs[0], block.x):
+        return None
+    return Layout(found[0][1], found[1][1], found[2][1], norm)
+
+
+def _end(heads: Heads) -> int:
+    return heads.call.order if heads.reader is None else heads.reader.order
+
+
+def _tokens_first(value: Tensor) -> Tensor:
+    """Queries, keys or values of the first tokens, ``[token, head, d_head]``."""
+    return value[0, :, :KEPT_TOKENS].transpose(0, 1)
+
+
+def _projection(
+    maps: Sequence[ModuleCall], names: dict[Module, str], part: int, wanted: Tensor,
+    sizes: tuple[int, int, int], heads: Heads,
+) -> tuple[ModuleCall, Projection] | None:  # fmt: skip
+    """The matrix that gives queries (part 0), keys (1) or values (2)."""
+    turn = None if part == 2 else _rotation(heads, wanted)
+    turns = [None] if turn is None else [None, turn]
+    for call, later in product(maps, turns):
+        if call.out is None or call.module not in names:
+            continue
+        for rows in _rows(part, call.out.shape[-1], sizes):
+            factor = _factor(wanted, turned(taken(call.out[0], rows, wanted), later))
+            if factor is not None:
+                return call, Projection(names[call.module], rows, factor, later is not None)
+    return None
+
+
+def taken(out: Tensor, rows: Tensor | None, wanted: Tensor) -> Tensor:
+    """Some outputs of a matrix ``[..., width]`` as heads ``[..., head, d_head]``, as many as are wanted."""
+    chosen = out if rows is None else out[..., rows.to(out.device)]
+    return torch.unflatten(chosen, -1, tuple(wanted.shape[-2:]))
+
+
+def turned(value: Tensor, rotary: Tensor | None) -> Tensor:
+    """Vectors ``[..., token, head, d_head]`` after a rotary embedding ``[token, d_head, d_head]``."""
+    return value if rotary is None else torch.einsum("tij,...thj->...thi", rotary.to(value), value)
+
+
+def _rotation(heads: Heads, wanted: Tensor) -> Tensor | None:
+    """The rotary embedding of the first tokens as matrices ``[token, d_head, d_head]``."""
+    angles = heads.call.angles
+    if angles is None:
+        return None
+    try:
+        return rotation(heads.call.module, angles, wanted.shape[-1])[0, 0]
+    except Exception:  # whatever a function of another signature raises
+        return None
+
+
+def _factor(wanted: Tensor, found: Tensor) -> float | None:
+    """The number that one tensor is times another; ``None`` if it is no multiple."""
+    scale = found.square().sum()
+    factor = ((wanted * found).sum() / scale.clamp_min(torch.finfo(scale.dtype).tiny)).item()
+    if abs(factor - 1) < 1e-5:
+        factor = 1.0
+    return factor if same(factor * found, wanted) else None
+
+
+def _rows(part: int, width: int, sizes: tuple[int, int, int]) -> Iterator[Tensor | None]:
+    """Where queries, keys or values may be among the outputs of a matrix: alone, or beside the others."""
+    heads, key_heads, d = sizes
+    count = heads if part == 0 else key_heads
+    if width == count * d:
+        yield None
+    if width != (heads + 2 * key_heads) * d:
+        return
+    numbers = torch.arange(width, device="cpu")
+    yield torch.split(numbers, [heads * d, key_heads * d, key_heads * d])[part]
+    groups = numbers.view(key_heads, -1, d)
+    each = torch.split(groups, [heads // key_heads, 1, 1], dim=1)[part]
+    yield each.flatten()
+
+
+def _norm(
+    calls: Sequence[ModuleCall], names: dict[Module, str], block: ModuleCall, x: Tensor | None
+) -> Norm | None:
+    """The norm that reads the block's input and returns ``x``."""
+    for call in calls:
+        if call.module in names and is_norm(call) and same(call.x, block.x) and same(call.out, x):
+            for centred, unit_offset in product((True, False), (False, True)):
+                norm = Norm(names[call.module], centred, unit_offset)
+                if same(_normalised(call.module, norm, call.x), call.out):
+                    return norm
+    return None
+
+
+def _normalised(module: Module, norm: Norm, x: Tensor | None) -> Tensor | None:
+    """What a norm of this kind returns."""
+    eps = norm_eps(module)
+    if x is None or eps is None:
+        return None
+    weight = norm_weight(module, norm, x)
+    out = token_norm(x, weight, eps, norm.centred).normalised * weight
+    bias = getattr(module, "bias", None)
+    return (out if not isinstance(bias, Tensor) else out + bias.detach()).to(x)
+
+
+def norm_weight(module: Module, norm: Norm, x: Tensor) -> Tensor:
+    """The weight of a norm, ``[width]``; ones where it has none."""
+    if not isinstance(getattr(module, "weight", None), Tensor):
+        return torch.ones_like(x[0, 0])
+    weight = weight_of(module)
+    return 1 + weight if norm.unit_offset else weight
+
+
+def norm_eps(module: Module) -> float | None:
+    """What a norm adds to the variance, under one of the names that ``transformers`` has for it."""
+    for name in ("eps", "variance_epsilon", "epsilon", "norm_eps"):
+        if isinstance(getattr(module, name, None), float):
+            return float(getattr(module, name))
+    return None

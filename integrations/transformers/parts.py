@@ -68,7 +68,8 @@ def _towers(base: PreTrainedModel) -> dict[str, PreTrainedModel]:
 def named_parts(base: PreTrainedModel) -> str:
     """The parts of a model that reads several media, in a sentence for errors; empty if it has none."""
     towers = _towers(base)
-    return f"It has parts: name one, --part or part={' or '.join(map(repr, towers))}. " if towers else ""
+    named = " or ".join(map(repr, towers))
+    return f"It has parts: name one, --part or part={named}. " if len(towers) > 1 else ""
 
 
 def has_both(base: Module) -> bool:

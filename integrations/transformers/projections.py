@@ -4,41 +4,75 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import LayerNorm, Module
+from torch.nn import Module
 
-from captum_hta.integrations.transformers.layouts import Layout
-from captum_hta.integrations.weights import is_plain, matrix, repeated, token_norm, weight_of
+from captum_hta.integrations.conditions import relative_error
+from captum_hta.integrations.transformers.layouts import (
+    Layout,
+    Projection,
+    norm_eps,
+    norm_weight,
+    taken,
+    turned,
+)
+from captum_hta.integrations.weights import is_plain, matrix, repeated, token_norm
 from captum_hta.model.attention import TokenNorm
 
 
-def split_weights(layout: Layout, attention: Module, heads: int, key_heads: int, width: int) -> list[Tensor]:
+def split_weights(layout: Layout, block: Module, heads: int, width: int) -> list[Tensor]:
     """The weights ``[head, d_head, width]`` of queries, keys and values.
 
     Args:
         layout: The layout.
-        attention: A block's attention.
-        heads: Number of query heads.
-        key_heads: Number of key and value heads, each repeated for its group of query heads.
+        block: The block.
+        heads: Number of query heads; keys and values of grouped heads are repeated.
         width: Width of a head.
     """
-    weights = [matrix(attention.get_submodule(name)) for name in layout.projections]
-    if layout.joined == "parts":
-        sizes = [heads * width, key_heads * width, key_heads * width]
-        weights = list(torch.split(weights[0], sizes))
-    elif layout.joined == "heads":
-        triples = torch.unflatten(weights[0], 0, (heads, 3, width))
-        weights = [weight.flatten(0, 1) for weight in triples.unbind(1)]
-    return [repeated(torch.unflatten(weight, 0, (-1, width)), heads, 0) for weight in weights]
+    weights = []
+    for projection in (layout.query, layout.key, layout.value):
+        weight = matrix(block.get_submodule(projection.name))
+        weight = weight if projection.rows is None else weight[projection.rows.to(weight.device)]
+        weights.append(repeated(torch.unflatten(weight, 0, (-1, width)), heads, 0))
+    return weights
 
 
-def knows_projections(layout: Layout, attention: Module) -> bool:
+def later_map(projection: Projection, rotary: Tensor | None, x: Tensor, width: int) -> Tensor | None:
+    """The Jacobian ``[1, 1, token or 1, d_head, d_head]`` of what follows a projection, or ``None``."""
+    if projection.rotated and rotary is not None:
+        return projection.factor * rotary
+    if projection.factor == 1:
+        return None
+    return projection.factor * torch.eye(width, device="cpu").to(x)[None, None, None]
+
+
+def follows(
+    projection: Projection, projected: Tensor, rotary: Tensor | None, found: Tensor, bound: float
+) -> bool:
+    """Whether queries, keys or values are what a layout says for this batch too: nothing else, such as a
+    limit of their size, changes them.
+
+    Args:
+        projection: The projection.
+        projected: What its module returned, ``[batch, token, width]``.
+        rotary: The rotary embedding ``[1, 1, token, d_head, d_head]``.
+        found: What attention was given, ``[batch, head, token, d_head]``.
+        bound: The relative error that rounding explains.
+    """
+    wanted = found.transpose(1, 2)
+    turn = rotary[0, 0] if projection.rotated and rotary is not None else None
+    expected = projection.factor * turned(taken(projected, projection.rows, wanted), turn)
+    return relative_error(expected, wanted) <= bound
+
+
+def knows_projections(layout: Layout, block: Module) -> bool:
     """Whether queries, keys and values are computed by plain matrices, and not by wrapped ones."""
-    return all(is_plain(attention.get_submodule(name)) for name in layout.projections)
+    projections = (layout.query, layout.key, layout.value)
+    return all(is_plain(block.get_submodule(one.name)) for one in projections)
 
 
 def knows_norm(layout: Layout, block: Module) -> bool:
     """Whether the norm before the projections is one of PyTorch or ``transformers``."""
-    norm = None if layout.norm is None else block.get_submodule(layout.norm)
+    norm = None if layout.norm is None else block.get_submodule(layout.norm.name)
     return norm is None or type(norm).__module__.partition(".")[0] in ("torch", "transformers")
 
 
@@ -52,10 +86,7 @@ def input_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:
     """
     if layout.norm is None:
         return None
-    norm = block.get_submodule(layout.norm)
-    weight = weight_of(norm)
-    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-    assert isinstance(eps, float)
-    return token_norm(
-        x, 1 + weight if layout.unit_offset else weight, eps, centred=isinstance(norm, LayerNorm)
-    )
+    norm = block.get_submodule(layout.norm.name)
+    eps = norm_eps(norm)
+    assert eps is not None
+    return token_norm(x, norm_weight(norm, layout.norm, x), eps, centred=layout.norm.centred)

@@ -22,7 +22,7 @@ def refusal(model: Module, trace: Trace, reason: str) -> str:
     names = {module: name for name, module in model.named_modules()}
     kind = type(model).__name__
     return (
-        f"{kind} cannot be loaded, since what was found in it does not fit: {reason}.\n"
+        f"{kind} cannot be loaded, since what was found in it does not fit: {reason}\n"
         f"Found in one forward pass: {_found(trace.heads, names)}.\n"
         "The Captum class takes any PyTorch model; name the modules by hand:\n\n" + by_hand(model, trace)
     )

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 from torch.nn import LayerNorm, Module, ModuleDict, ModuleList, Sequential
 
-from captum_hta.integrations.transformers.trace import Heads, ModuleCall, Trace
+from captum_hta.integrations.transformers.layouts import Layout, layout_of
+from captum_hta.integrations.transformers.trace import Heads, ModuleCall, Trace, is_norm, same
 from captum_hta.model.sites import Site
 
 
@@ -29,6 +29,7 @@ class Place:
             outputs; ``None`` for pre-LN blocks.
         residual: Whether the projected outputs of heads are added to the block's input without a norm or
             scale of their own.
+        layout: How queries, keys and values are computed; ``None`` if the closed form does not know it.
     """
 
     block: Module
@@ -38,6 +39,7 @@ class Place:
     inner_call: int | None = None
     sum_norm: Module | None = None
     residual: bool = True
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,7 @@ def _place(trace: Trace, block: ModuleCall, heads: Heads) -> Place:
         inner_call=heads.call.number if repeated else None,
         sum_norm=sum_norm,
         residual=residual,
+        layout=layout_of(trace.within(block), block, heads),
     )
 
 
@@ -241,38 +244,21 @@ def _residual(trace: Trace, block: ModuleCall, reader: ModuleCall) -> tuple[Modu
         if value is not None and reader.out is not None and value.shape == reader.out.shape
     ]
     for call in calls:
-        if call.order > reader.order and any(_same(call.x, stream) for stream in streams):
+        if call.order > reader.order and any(same(call.x, stream) for stream in streams):
             later = [block.out, *(one.x for one in calls if one.order > call.order)]
             goes_on = any(_is_rest(value, call.x, other.out) for value in later for other in calls)
             is_post = isinstance(call.module, LayerNorm) and not goes_on
             return (call.module if is_post else None), True
     parallel = block.x is not None and reader.out is not None and block.x.shape == reader.out.shape
     added = block.x + reader.out if parallel else None  # type: ignore[operator]
-    return None, _same(block.out, added) or any(_is_rest(block.out, added, call.out) for call in calls)
+    return None, same(block.out, added) or any(_is_rest(block.out, added, call.out) for call in calls)
 
 
 def _is_rest(value: Tensor | None, first: Tensor | None, second: Tensor | None) -> bool:
     """Whether a tensor is the sum of two others."""
     if value is None or first is None or second is None or not value.shape == first.shape == second.shape:
         return False
-    return _same(value, first + second)
-
-
-def _is_norm(call: ModuleCall) -> bool:
-    """Whether a call normalises: a leaf with weights of one axis that returns other numbers than it reads."""
-    is_leaf = not any(True for _ in call.module.children())
-    weights = [parameter for parameter in call.module.parameters() if parameter.dim() != 1]
-    if not is_leaf or weights or call.x is None or call.out is None:
-        return False
-    return call.x.shape == call.out.shape and not _same(call.x, call.out)
-
-
-def _same(value: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are the same up to rounding."""
-    if value is None or other is None or value.shape != other.shape:
-        return False
-    scale = other.abs().max().clamp_min(torch.finfo(other.dtype).tiny)
-    return bool((value - other).abs().max() <= max(1e-5, 8 * torch.finfo(other.dtype).eps) * scale)
+    return same(value, first + second)
 
 
 def _feed_forward(trace: Trace, block: ModuleCall, heads: Heads) -> tuple[int | None, bool]:
@@ -320,8 +306,8 @@ def _first(model: Module, trace: Trace, block: ModuleCall) -> Module | None:
 
 def _final_norm(trace: Trace, block: ModuleCall) -> Module | None:
     """The module that normalises what the last block returns."""
-    readers = [call for call in trace.calls if call.order > block.order and _same(call.x, block.out)]
-    norms = [call for call in readers if block not in call.ancestors and _is_norm(call)]
+    readers = [call for call in trace.calls if call.order > block.order and same(call.x, block.out)]
+    norms = [call for call in readers if block not in call.ancestors and is_norm(call)]
     return norms[-1].module if norms else None
 
 
@@ -342,7 +328,7 @@ def _memory(model: Module, trace: Trace, encoder: Module) -> list[Site]:
     ends = [
         call
         for call in within
-        if counts[call.module] == 1 and any(_same(call.out, other.x) for other in outside)
+        if counts[call.module] == 1 and any(same(call.out, other.x) for other in outside)
     ]
     if not ends:
         raise StructureError("no module of the encoder returns what the decoder's cross attention reads")

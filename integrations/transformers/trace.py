@@ -36,6 +36,7 @@ class ModuleCall:
         out: What it returns, or the first item of it, the first tokens.
         length: Number of tokens that it reads.
         order: How many calls began before it.
+        angles: Cosines and sines of the rotary embedding that it is given, first tokens.
     """
 
     module: Module
@@ -44,6 +45,7 @@ class ModuleCall:
     x: Tensor | None
     length: int
     order: int
+    angles: tuple[Tensor, Tensor] | None = None
     out: Tensor | None = None
 
     @property
@@ -97,20 +99,20 @@ class Trace:
         return [other for other in self.calls if call in other.ancestors[:-1]]
 
 
-def traced(model: PreTrainedModel, run: Callable[[], object], batch: int = 1) -> Trace:
-    """Watch a forward pass.
+def traced(model: PreTrainedModel, run: Callable[[], object], as_it_is: bool = False) -> Trace:
+    """Watch a forward pass of one example.
 
     Args:
         model: The model.
         run: Runs it.
-        batch: Number of examples that are run.
+        as_it_is: Whether its own implementation of attention is observed, also if it could be switched.
     """
-    if uses_attention_interface(model):
+    if uses_attention_interface(model) and not as_it_is:
         found = _tried(model, run)
         if found is not None and found.heads:
             return found
     watcher = _Watcher(Trace(written_out=True))
-    with watcher.of(model), ProductObserver(watcher.attended, batch):
+    with watcher.of(model), ProductObserver(watcher.attended, batch=1):
         _run(run)
     return watcher.trace
 
@@ -174,7 +176,7 @@ class _Watcher:
         self._counts[module] = number + 1
         call = ModuleCall(
             module, number, self._stack[-1] if self._stack else None, _first_tokens(value), _length(value),
-            len(self.trace.calls),
+            len(self.trace.calls), _angles(kwargs.get("position_embeddings")),
         )  # fmt: skip
         self.trace.calls.append(call)
         self._stack.append(call)
@@ -201,6 +203,31 @@ def _outputs(attention: AttentionCall | Product) -> Tensor:
     repeats = pattern.shape[1] // value.shape[1]
     product = pattern.to(value.dtype) @ value.repeat_interleave(repeats, 1)
     return product.transpose(1, 2).flatten(2)
+
+
+def _angles(given: object) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines ``[batch, token, width]`` of the first tokens."""
+    if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(one, Tensor) for one in given):
+        return None
+    cos, sin = (one.detach()[:, :KEPT_TOKENS].clone() for one in given)
+    return cos, sin
+
+
+def is_norm(call: ModuleCall) -> bool:
+    """Whether a call normalises: a leaf with weights of one axis that returns other numbers than it reads."""
+    is_leaf = not any(True for _ in call.module.children())
+    weights = [parameter for parameter in call.module.parameters() if parameter.dim() != 1]
+    if not is_leaf or weights or call.x is None or call.out is None:
+        return False
+    return call.x.shape == call.out.shape and not same(call.x, call.out)
+
+
+def same(value: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are the same up to rounding."""
+    if value is None or other is None or value.shape != other.shape:
+        return False
+    scale = other.abs().max().clamp_min(torch.finfo(other.dtype).tiny)
+    return bool((value - other).abs().max() <= max(1e-5, 8 * torch.finfo(other.dtype).eps) * scale)
 
 
 def _length(value: object) -> int:

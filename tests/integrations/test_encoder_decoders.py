@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from conftest import WordTokenizer
-from families import PAIRS, tiny
+from families import PAIRS, STRUCTURED_PAIRS, tiny
 from reference import jacobian, norms, shares
 from torch import Tensor
 from torch.nn import Module
@@ -20,6 +20,7 @@ READ, SAID = "one two three four", "five six seven"
 OTHER = ("eight nine", "ten")
 AUDIO = torch.randn(2, 4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PARTS = ("encoder", "decoder", "cross")
+ALL = PAIRS | STRUCTURED_PAIRS
 
 
 class Words(WordTokenizer):
@@ -61,7 +62,7 @@ def function(
     name: str, model: TransformersModel, part: str, source: str, layer: int, kind: str
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """From a source to a target of one part, by hooks of the test's own."""
-    pair, base = PAIRS[name], model.model
+    pair, base = ALL[name], model.model
     encoder, decoder = pair.blocks
     saying = [base.config.decoder_start_token_id, *Words(60)(SAID, add_special_tokens=False)["input_ids"]]
     target = base.get_submodule((encoder if part == "encoder" else decoder).format(layer))
@@ -104,24 +105,24 @@ def function(
 @pytest.mark.parametrize("kind", ["head", "layer"])
 @pytest.mark.parametrize("source", ["input", "previous_layer"])
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", ALL)
 def test_contributions_equal_autograd(name: str, part: str, source: str, kind: str) -> None:
     """Queries of the decoder and keys of the encoder in cross attention."""
     model = adapter(name, part)
     result = contributions(model, [text(name, part)], source=source, target=kind)
     heads = 4 if kind == "head" else 1
-    for layer in (0, model.num_layers - 1):
+    for layer in (0, model.num_layers - 1) if name in PAIRS else (model.num_layers - 1,):
         run, x = function(name, model, part, source, layer, kind)
         queries = len(result.tokens[0])
         expected = shares(norms(jacobian(run, x, range(queries)), heads, "frobenius"))
         expected = expected if kind == "head" else expected[0]
-        close = {"rtol": 1e-9, "atol": 1e-12} if PAIRS[name].exact else {"rtol": 2e-5, "atol": 1e-7}
+        close = {"rtol": 1e-9, "atol": 1e-12} if ALL[name].exact else {"rtol": 2e-5, "atol": 1e-7}
         torch.testing.assert_close(result.values[0, layer], expected, **close)
     if part == "decoder":
         assert not result.values.triu(1).any()
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", ALL)
 def test_cross_attention_is_not_square(name: str) -> None:
     """Its labels, its patterns, and several texts at once."""
     model = adapter(name, "cross")
@@ -130,7 +131,7 @@ def test_cross_attention_is_not_square(name: str) -> None:
     assert together.values.shape == (2, 3, 4, 4, 6)
     assert [len(tokens) for tokens in together.tokens] == [4, 2]
     assert [len(keys) for keys in together.keys] == [6, 6 if name == "Whisper" else 4]
-    close = {"rtol": 1e-8, "atol": 1e-12} if PAIRS[name].exact else {"rtol": 1e-4, "atol": 1e-6}
+    close = {"rtol": 1e-8, "atol": 1e-12} if ALL[name].exact else {"rtol": 1e-4, "atol": 1e-6}
     for index, one in enumerate(texts):
         alone, among = contributions(model, [one]), together.example(index)
         torch.testing.assert_close(among.values, alone.values, **close)
@@ -169,7 +170,7 @@ def test_closed_form(name: str, part: str) -> None:
     found = contributions(model, [text(name, part)], source="previous_layer")
     assert {plan.mode for plan in found.plans} == {"closed form"}
     general = contributions(model, [text(name, part)], source="previous_layer", mode="forward")
-    close = {"rtol": 1e-9, "atol": 1e-12} if PAIRS[name].exact else {"rtol": 1e-4, "atol": 1e-6}
+    close = {"rtol": 1e-9, "atol": 1e-12} if ALL[name].exact else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(found.values, general.values, **close)
 
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from conftest import WordTokenizer
-from families import STRUCTURED, Family, tiny
+from families import SINGLE, STRUCTURED, STRUCTURED_IMAGES, Family, tiny
 from reference import norms, shares
 from torch import Tensor
 from torch.nn import Module
@@ -20,7 +20,17 @@ TEXT, OTHER = "one two", "five"
 
 @functools.cache
 def adapter(name: str) -> TransformersModel:
-    return TransformersModel(tiny(name), WordTokenizer(60))
+    return TransformersModel(tiny(name), WordTokenizer(60) if name in STRUCTURED else None)
+
+
+def contents(name: str) -> list[Tensor]:
+    """Two images or two pieces of audio."""
+    shape = (3, 12, 12) if name in STRUCTURED_IMAGES else (55,)
+    return list(torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+
+
+def texts(name: str) -> list[str] | list[Tensor]:
+    return [TEXT, OTHER] if name in STRUCTURED else contents(name)
 
 
 @functools.cache
@@ -65,40 +75,41 @@ def rows_of(y: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("source", ["input", "previous_layer"])
-@pytest.mark.parametrize("name", STRUCTURED)
+@pytest.mark.parametrize("name", SINGLE)
 def test_contributions_equal_autograd(name: str, source: str) -> None:
     """Heads and hidden embeddings of the last block with attention."""
-    family, model = STRUCTURED[name], adapter(name)
+    family, model = SINGLE[name], adapter(name)
     assert (model.num_layers, model.num_heads) == (len(family.layers), 4)
-    ids = torch.tensor([model.encode(TEXT).ids])
+    text = texts(name)[0]
+    ids = torch.tensor([model.encode(text).ids]) if name in STRUCTURED else text[None]
     layer = family.layers[-1]
     start = family.start if source == "input" else layer
     expected = by_autograd(family, plain(name), ids, start, layer)
     close = {"rtol": 1e-9, "atol": 1e-12} if family.exact else {"rtol": 2e-5, "atol": 1e-7}
     for kind, heads in (("head", 4), ("layer", 1)):
-        found = contributions(model, TEXT, source=source, target=kind, layers=[-1]).values[0, 0]
+        found = contributions(model, [text], source=source, target=kind, layers=[-1]).values[0, 0]
         wanted = shares(norms(expected[kind], heads, "frobenius"))
         torch.testing.assert_close(found, wanted if heads > 1 else wanted[0], **close)
         assert not family.causal or not found.triu(1).any()
 
 
 @pytest.mark.parametrize("source", ["input", "previous_layer"])
-@pytest.mark.parametrize("name", STRUCTURED)
+@pytest.mark.parametrize("name", SINGLE)
 def test_batches_equal_single_texts(name: str, source: str) -> None:
     """Padding changes nothing."""
-    family, model = STRUCTURED[name], adapter(name)
-    together = contributions(model, [TEXT, OTHER], source=source, layers=[-1])
+    family, model = SINGLE[name], adapter(name)
+    together = contributions(model, texts(name), source=source, layers=[-1])
     close = {"rtol": 1e-8, "atol": 1e-12} if family.exact else {"rtol": 1e-4, "atol": 1e-6}
-    for index, text in enumerate([TEXT, OTHER]):
-        alone = contributions(model, text, source=source, layers=[-1])
+    for index, text in enumerate(texts(name)):
+        alone = contributions(model, [text], source=source, layers=[-1])
         torch.testing.assert_close(together.example(index).values, alone.values, **close)
         torch.testing.assert_close(together.example(index).attention, alone.attention, **close)
 
 
-@pytest.mark.parametrize("name", STRUCTURED)
+@pytest.mark.parametrize("name", SINGLE)
 def test_what_is_found(name: str) -> None:
     """Blocks and projections as the table names them, whether queries see later keys, and the closed form."""
-    family, model = STRUCTURED[name], adapter(name)
+    family, model = SINGLE[name], adapter(name)
     paths = {module: path for path, module in model.model.named_modules()}
     blocks = [family.block.format(number) for number in family.layers]
     assert [paths[place.block] for place in model.places] == blocks
