@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 WALKED = {
+    "model family": "tests/integrations/test_a_new_family.py",
     "baseline": "tests/baselines/test_a_new_baseline.py",
     "analysis": "tests/study/test_new_analysis.py",
     "norm": "tests/jacobian/test_a_new_norm.py",

@@ -118,7 +118,6 @@ class TransformersModel(Adapter):
         self.name = name or Path(getattr(model, "name_or_path", "") or self.architecture).name
         self.require_eval()
         self.reader = reader_for(self.base, tokenizer, self.part, self.name)
-        self.max_length = self.reader.longest or longest_text(self.base)
         self.thresholds = rope_thresholds(self._config)
         try:
             self._understand(as_it_is=False)
@@ -141,6 +140,7 @@ class TransformersModel(Adapter):
         if isinstance(self.reader, ImageReader):
             labels = override_for(self._config).labels
             find_patches(self.reader, self.source(self.first_entry), self._run_one, labels)
+        self.max_length = self.reader.longest or longest_text(self.base)
         layouts = [place.layout for place in self.places]
         self._closed_form = self.part != "cross" and None not in layouts
         try:

@@ -76,11 +76,13 @@ def layout_of(calls: Sequence[ModuleCall], block: ModuleCall, heads: Heads) -> L
         heads: Its attention.
 
     Returns:
-        The layout; ``None`` if scores are no scaled dot products, or if queries, keys and values are not
-        computed by plain matrices, a factor and a rotary embedding from the block's input or its norm.
+        The layout; ``None`` for cross attention, if scores are no scaled dot products, or if queries, keys
+        and values are not computed by plain matrices, a factor and a rotary embedding from the block's input
+        or its norm.
     """
     attention = heads.attention
-    if not isinstance(attention, AttentionCall) or not attention.plain:
+    is_self = heads.lengths[0] == heads.lengths[1]
+    if not isinstance(attention, AttentionCall) or not attention.plain or not is_self:
         return None
     names = {module: name for name, module in block.module.named_modules()}
     maps = [one for one in calls if is_plain(one.module) and one.out is not None and one.order < _end(heads)]

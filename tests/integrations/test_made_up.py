@@ -15,8 +15,7 @@ from tokenizing import byte_level
 from torch import Tensor
 
 from captum_hta import cli, contributions, load_model
-from captum_hta.integrations import TransformersModel
-from captum_hta.integrations.transformers.families import OVERRIDES, Override
+from captum_hta.integrations.transformers.families import OVERRIDES
 
 TEXT, OTHER = "one two three", "five"
 
@@ -106,23 +105,3 @@ def test_doctor_prints_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no module reads the outputs of the heads" in shown
     assert "from captum_hta import HiddenTokenAttribution" in shown
     assert "Traceback" not in shown
-
-
-def test_an_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Structure tells how many tokens come before the patches, and not what they stand for."""
-    torch.manual_seed(0)
-    config = hf.Dinov2WithRegistersConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4,
-        num_register_tokens=2,
-    )  # fmt: skip
-    model = hf.Dinov2WithRegistersModel(config).eval()
-    image = torch.zeros(3, 8, 8)
-    assert TransformersModel(model, None).encode(image).tokens[:4] == [
-        "[CLS]",
-        "[REG 1]",
-        "[REG 2]",
-        "(0, 0)",
-    ]
-    labels = ("[CLS]", "[ONE]", "[TWO]")
-    monkeypatch.setitem(OVERRIDES, "dinov2_with_registers", Override(labels=labels))
-    assert TransformersModel(model, None).encode(image).tokens[:4] == [*labels, "(0, 0)"]
