@@ -1708,6 +1708,8 @@ def test_batch_statistics_are_refused():
     for mode in ("forward", "reverse"):
         with pytest.raises(ValueError, match="statistics of the batch"):
             hta(model, "last").attribute(data(), mode=mode)
+        with pytest.raises(ValueError, match="statistics of the batch"):
+            HiddenTokenAttribution(lambda x: model(x), model.last).attribute(data(), mode=mode)
     assert norm.num_batches_tracked == 0
     norm.eval()
     right(model, None)

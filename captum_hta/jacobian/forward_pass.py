@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from captum_hta.jacobian.difference_check import custom_functions, fits, is_measurable
-from captum_hta.jacobian.heads import HeadOutputs, known_heads, refuse_mixed_heads
+from captum_hta.jacobian.heads import HeadOutputs, known_heads, refuse_mixed_heads, refuse_unknown_heads
 from captum_hta.jacobian.linearize.linearization import Linearization
 from captum_hta.jacobian.linearize.lost_derivatives import (
     Dependence,
@@ -129,13 +129,15 @@ class ForwardPass:
 
         Raises:
             ValueError: If ``num_heads`` does not divide the width of a target, differs from its heads, or is
-                given for a target that mixes heads.
+                given for a target that mixes heads; or if a target has heads whose number is not known.
         """
         found = []
         for layer, target, count in zip(self.layers, targets, self.num_heads, strict=True):
             known = None if layer.at_input else known_heads(self.forward_func, layer.module)
             if count is not None and target.dim() == 3:
                 refuse_mixed_heads(self.name(layer), layer.module)
+            if count is known is None and target.dim() == 3 and not layer.at_input:
+                refuse_unknown_heads(layer.module)
             found.append(_heads(self.name(layer), target, count or known))
         return found
 
@@ -263,6 +265,7 @@ class ForwardPass:
             else:
                 hooks.callback(self._hook_source(self.source, enter, sources).remove)
             hooks.callback(self._hook_sequence_first(sources).remove)
+            hooks.callback(_hook_batch_statistics().remove)
             self._hook_targets(found, sources, hooks)
             hooks.enter_context(IsolatedRandomState())
             with found.ending():
@@ -394,6 +397,17 @@ class ForwardPass:
             f"no path leads from {source} to {self.name(layer)}: choose a source that the target is "
             "computed from"
         )
+
+
+def _hook_batch_statistics() -> RemovableHandle:
+    """Refuse batch normalisations in training mode before they change, whatever function calls them."""
+    thread = threading.get_ident()
+
+    def check(module: Module, args: tuple[object, ...]) -> None:
+        if threading.get_ident() == thread and next(module.children(), None) is None:
+            refuse_batch_statistics(module)
+
+    return register_module_forward_pre_hook(check)
 
 
 def _positions_first(target: Tensor, num_heads: int | None, tokens: int, what: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, eye
@@ -22,8 +23,11 @@ def known_heads(forward_func: Callable[..., object], module: Module) -> int | No
     """The number of heads in a hook point of TransformerLens, from the ``cfg`` of its model.
 
     Returns:
-        The number; ``None`` for any other module, and where ``forward_func`` is not the model.
+        The number; ``None`` for any other module, and where ``forward_func`` is not the model, one of its
+        methods or a ``functools.partial`` of these.
     """
+    while isinstance(forward_func, partial):
+        forward_func = forward_func.func
     model = getattr(forward_func, "__self__", forward_func)
     name, config = getattr(module, "name", None), getattr(model, "cfg", None)
     heads = getattr(config, "n_heads", None)
@@ -32,6 +36,16 @@ def known_heads(forward_func: Callable[..., object], module: Module) -> int | No
     if _OF_KEYS.search(name):
         return getattr(config, "n_key_value_heads", None) or heads
     return heads if _OF_QUERIES.search(name) else None
+
+
+def refuse_unknown_heads(module: Module) -> None:
+    """Raise a ``ValueError`` if a module is a hook point of TransformerLens that holds heads."""
+    name = getattr(module, "name", None)
+    if isinstance(name, str) and (_OF_QUERIES.search(name) or _OF_KEYS.search(name)):
+        raise ValueError(
+            f"{name} holds heads, but forward_func does not tell how many: pass num_heads, or pass the model "
+            "itself as forward_func"
+        )
 
 
 def refuse_mixed_heads(name: str, module: Module) -> None:

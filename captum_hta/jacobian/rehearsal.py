@@ -40,7 +40,8 @@ def rehearse(forward_pass: ForwardPass) -> None:
             raise ValueError(
                 f"{forward_pass.name(site)} has another value when forward_func is called again with the "
                 "same arguments, so derivatives would belong to no single forward pass: pass a function that "
-                "keeps no state, such as a cache, and draws no random numbers of its own"
+                "keeps no state, such as a cache, and draws no random numbers of its own, and call eval() on "
+                "a model in training mode"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -726,3 +727,21 @@ def test_hook_points_know_their_heads(mode: str | None) -> None:
         assert heads.shape[:2] == (1, 2)
         torch.testing.assert_close(heads, expected)
     assert found[4].dim() == 3
+
+
+def test_hook_points_of_a_model_within_a_function() -> None:
+    """A partial tells the model; of any other function the heads must be given."""
+    model = load_model(tiny_bert(), tokenizer=WordTokenizer())
+    ids, point, source = (
+        model.batch([model.encode(TEXT)]).inputs[0],
+        model.bridge.blocks[1].attn.hook_z,
+        model.source(0),
+    )
+    expected = HiddenTokenAttribution(model.bridge, point, source).attribute(ids)
+    told = HiddenTokenAttribution(functools.partial(model.bridge), point, source).attribute(ids)
+    torch.testing.assert_close(told, expected)
+    given = HiddenTokenAttribution(lambda x: model.bridge(x), point, source, num_heads=2).attribute(ids)
+    torch.testing.assert_close(given, expected)
+    for mode in ("forward", "reverse"):
+        with pytest.raises(ValueError, match=r"holds heads.*pass num_heads"):
+            HiddenTokenAttribution(lambda x: model.bridge(x), point, source).attribute(ids, mode=mode)
