@@ -50,36 +50,37 @@ def pulled_back(forward_pass: ForwardPass, directions: Sequence[Tensor], queries
         found = []
         for site, target, direction in zip(forward_pass.layers, targets, directions, strict=True):
             refuse_not_finite("activations", target[:, queries].detach().isnan())
-            rows = _pulled(target, x, _cotangents(target, direction, queries))
-            if rows is None:
+            pullback = _pullback(target, x, direction, queries)
+            if pullback is None:
                 raise forward_pass.no_path(site)
-            found.append(_pullback(rows, x, direction.shape[:2]))
+            found.append(pullback)
         return found
 
 
-def _cotangents(target: Tensor, direction: Tensor, queries: Tensor) -> Tensor:
-    """A cotangent for each head and query, ``[head * query, *target.shape]``."""
+def _pullback(target: Tensor, x: Tensor, direction: Tensor, queries: Tensor) -> Pullback | None:
+    """The pullbacks to one target, a few rows at a time; ``None`` if the source does not reach it."""
     heads, count, _ = direction.shape
-    out = target.new_zeros(heads, count, *target.shape)
-    parts = out.reshape(heads, count, target.shape[1], heads, -1)
-    numbers = torch.arange(count, device=out.device)
-    for head in range(heads):
-        parts[head, numbers, queries, head] = direction[head].to(out)
-    return out.flatten(0, 1)
-
-
-def _pulled(target: Tensor, x: Tensor, cotangents: Tensor) -> Tensor | None:
-    """The pullbacks ``[row, key, width]``, or ``None`` if the source does not reach the target."""
-    rows = chunk_size(target.numel() * target.element_size(), x.device)
-    chunks = [vector_jacobian_products(target, [x], chunk)[0] for chunk in torch.split(cotangents, rows)]
-    known = [chunk for chunk in chunks if chunk is not None]
-    return torch.cat(known)[:, 0].detach() if known else None
-
-
-def _pullback(rows: Tensor, x: Tensor, shape: Sequence[int]) -> Pullback:
-    refuse_not_finite("derivatives", ~rows.isfinite().flatten(1).all(0)[None])
+    at_once = chunk_size(target.numel() * target.element_size(), x.device)
     source = x.detach()[0].to(accumulation_dtype(x.device))
-    return Pullback(
-        torch.unflatten(energies(rows, "frobenius"), 0, shape),
-        torch.unflatten((rows.to(source) * source).sum(-1), 0, shape),
-    )
+    energy, signed = [], []
+    for rows in torch.split(torch.arange(heads * count, device="cpu"), at_once):
+        cotangents = _cotangents(target, direction, queries, rows)
+        (gradients,) = vector_jacobian_products(target, [x], cotangents)
+        if gradients is None:
+            return None
+        pulled = gradients[:, 0].detach()  # row, key, width
+        refuse_not_finite("derivatives", ~pulled.isfinite().flatten(1).all(0)[None])
+        energy.append(energies(pulled, "frobenius"))
+        signed.append((pulled.to(source) * source).sum(-1))
+    shape = (heads, count)
+    return Pullback(*(torch.unflatten(torch.cat(parts), 0, shape) for parts in (energy, signed)))
+
+
+def _cotangents(target: Tensor, direction: Tensor, queries: Tensor, rows: Tensor) -> Tensor:
+    """A cotangent for each row, ``[row, *target.shape]``; rows are numbered by head and query."""
+    heads, count, width = direction.shape
+    out = target.new_zeros(len(rows), *target.shape)
+    head, query = rows // count, rows % count
+    parts = out.reshape(len(rows), target.shape[1], heads, width)
+    parts[range(len(rows)), queries[query], head] = direction[head, query].to(out)
+    return out
