@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator
 
+from captum_hta.model.head_names import head_name
 from captum_hta.views.heatmaps import drawable
 
 LONGEST_LABEL = 32
@@ -75,4 +76,4 @@ def course(values: pd.Series[float]) -> str:
 
 def head_names(table: pd.DataFrame) -> list[str]:
     """Names of heads, for a table with the columns ``layer`` and ``head``."""
-    return [f"layer {layer}, head {head}" for layer, head in zip(table["layer"], table["head"], strict=True)]
+    return [head_name(*place) for place in zip(table["layer"], table["head"], strict=True)]

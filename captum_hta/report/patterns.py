@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
+from captum_hta.model.head_names import head_name
 from captum_hta.report.over_layers import head_names
 from captum_hta.report.page import ERROR, CaptionedFigure, Section, Table
 from captum_hta.study.patterns import PATTERNS, QUANTITIES, PatternExample, Patterns
@@ -81,7 +82,7 @@ def _head_table(table: pd.DataFrame) -> Table:
 
 def _alt(chosen: pd.DataFrame) -> str:
     heads = "; ".join(
-        f"{pattern}, layer {layer}, head {head}: {attention:.2f} of the attention, {given:.2f} of the input "
+        f"{pattern}, {head_name(layer, head)}: {attention:.2f} of the attention, {given:.2f} of the input "
         "contribution"
         for pattern, layer, head, attention, given in chosen.itertuples(index=False)
     )

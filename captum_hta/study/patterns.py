@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scipy.special import entr
 
 from captum_hta.computation import jointly
+from captum_hta.model.head_names import head_name
 from captum_hta.statistics.accumulators import RowMean
 from captum_hta.statistics.correlations import attended, carried
 from captum_hta.study.analysis import Analysis, Once, TextResult
@@ -192,6 +193,6 @@ def pattern_example(
     places = [list(layers).index(layer) for _, layer, _ in rows]
     return PatternExample(
         tokens=tokens,
-        titles=[f"{pattern}: layer {layer}, head {head}" for pattern, layer, head in rows],
+        titles=[f"{pattern}: {head_name(layer, head)}" for pattern, layer, head in rows],
         maps={name: values[places, chosen["head"]] for name, values in maps.items()},
     )

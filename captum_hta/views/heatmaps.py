@@ -67,7 +67,7 @@ def heatmaps(
     Args:
         maps: For each of :data:`QUANTITY_NAMES` an array ``[row, query, key]``.
         tokens: Labels of queries and keys.
-        rows: Titles of the rows, such as ``"layer 3, head 5"``.
+        rows: Titles of the rows, such as ``"L3H5"``.
         keys: Labels of keys, where they are of another text. Default: ``None``, as ``tokens``.
 
     Returns:
@@ -155,7 +155,7 @@ def overlays(
         grid: Rows and columns of the patches, which are the last keys.
         tokens: Labels of queries and keys.
         query: Which token takes in what is shown; a patch is framed in the image.
-        rows: Titles of the rows, such as ``"layer 3, head 5"``.
+        rows: Titles of the rows, such as ``"L3H5"``.
 
     Returns:
         A figure with one row of panels for each of ``rows``, on one colour scale a row. Titles say what

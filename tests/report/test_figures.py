@@ -92,7 +92,7 @@ def of_hidden_tokens(layers: int, distances: int) -> pd.DataFrame:
 
 def of_patterns(tokens: int) -> PatternExample:
     """A head of each pattern, in a text of so many tokens."""
-    titles = [f"{pattern}: layer 11, head {head}" for head, pattern in enumerate(PATTERNS)]
+    titles = [f"{pattern}: L11H{head}" for head, pattern in enumerate(PATTERNS)]
     labels = list(itertools.islice(itertools.cycle(WORDS), tokens))
     return PatternExample(labels, titles, maps(tokens, len(titles)))
 

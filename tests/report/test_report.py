@@ -246,7 +246,7 @@ def test_the_page_shows_every_head(study: Study, folder: Path, source: str) -> N
     table = table[table["source"] == source.replace(" ", "_")]
     assert rows[1:] == [
         [
-            f"layer {one.layer}, head {one.head}",
+            f"L{one.layer}H{one.head}",
             f"{one.pearson:.3f} ± {one.pearson_error:.3f}",
             f"{one.spearman:.3f} ± {one.spearman_error:.3f}",
             str(one.rows), str(one.rows_left_out), str(one.examples),

@@ -179,7 +179,7 @@ def test_an_example_of_patterns() -> None:
     found = pattern_example(list("abcdefghi"), maps, chosen, [3, 5])
     assert found.tokens == list("abcdefghi")
     for number, row in chosen.iterrows():
-        assert found.titles[number] == f"{row['pattern']}: layer {row['layer']}, head {row['head']}"
+        assert found.titles[number] == f"{row['pattern']}: L{row['layer']}H{row['head']}"
         for name, values in maps.items():
             expected = values[[3, 5].index(row["layer"]), row["head"]]
             np.testing.assert_array_equal(found.maps[name][number], expected)
