@@ -20,13 +20,15 @@ matrices:
                            (G_j + s (v_j - o_j) q_j^\top K_j) Q_j^\top \big\rangle .
 
 All heads of a layer cost about as much as the layer itself. Masks and additive position biases act
-through :math:`a` alone.
+through :math:`a` alone, and so does a sink, which takes a share of the softmax and has no value. Where scores
+are capped, :math:`s` becomes :math:`s\, c_{ji}` with the slope of the cap :math:`c_{ji}`, also for each
+:math:`m` in the sum of :math:`M_j`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -51,7 +53,8 @@ class _Grams:
 
     def of_heads(self, heads: slice) -> _Grams:
         """The products for some of the heads."""
-        return _Grams(*(getattr(self, part.name)[:, heads] for part in fields(self)))
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        return replace(self, **{name: part[:, heads] for name, part in parts.items() if part is not None})
 
 
 def has_closed_form(query: Query, endpoints: Endpoints, knows_factors: bool) -> bool:
@@ -100,7 +103,7 @@ def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = Fal
     dtype = torch.promote_types(factors.pattern.dtype, torch.float32)
     out = torch.empty(factors.pattern.shape, dtype=dtype, device=factors.pattern.device)
     fixed = None
-    if factors.norm is None and factors.key_map is None and not multiply_by_inputs:
+    if factors.shares_jacobians and not multiply_by_inputs:
         fixed = _grams(_part(factors, slice(0, 1), slice(None), dtype), False)
     for rows, heads in _parts(factors, multiply_by_inputs):
         part = _part(factors, rows, heads, dtype)
@@ -115,7 +118,7 @@ def _parts(factors: AttentionFactors, scaled: bool) -> Iterator[tuple[slice, sli
     """
     batch, heads, tokens, width = factors.query.shape
     per_head = tokens * ((0 if _is_short(factors.pattern, width) else 2 * width**2) + 12 * tokens)
-    if factors.norm is not None or factors.key_map is not None or scaled:
+    if not factors.shares_jacobians or scaled:
         per_head += 6 * tokens * width**2
     if scaled:
         per_head += 6 * tokens * width * factors.x.shape[-1]
@@ -135,7 +138,7 @@ def _part(factors: AttentionFactors, rows: slice, heads: slice, dtype: torch.dty
         if value is None:
             return None
         value = value if len(value) == 1 else value[rows]
-        return (value if value.shape[1] == 1 else value[:, heads]).to(dtype)
+        return (value if value.dim() == 3 or value.shape[1] == 1 else value[:, heads]).to(dtype)
 
     norm = factors.norm
     if norm is not None:
@@ -158,6 +161,10 @@ def _part(factors: AttentionFactors, rows: slice, heads: slice, dtype: torch.dty
         norm=norm,
         query_map=cut(factors.query_map),
         key_map=cut(factors.key_map),
+        query_row=cut(factors.query_row),
+        key_row=cut(factors.key_row),
+        cap=factors.cap,
+        has_sinks=factors.has_sinks,
     )
 
 
@@ -165,28 +172,21 @@ def _part(factors: AttentionFactors, rows: slice, heads: slice, dtype: torch.dty
 
 
 def _grams(factors: AttentionFactors, multiply_by_inputs: bool) -> _Grams:
-    weights = {"g": factors.value_weight, "k": factors.key_weight, "q": factors.query_weight}
-    if multiply_by_inputs:
-        rows = {name: _scaled_rows(weight, factors) for name, weight in weights.items()}
-        products = {a + b: rows[a] @ rows[b].mT for a, b in ("gg", "gk", "kk", "gq", "kq", "qq")}
-    elif factors.norm is not None:
-        products = _normed_products(weights, factors.norm)
-    else:
-        products = {
-            a + b: (weights[a] @ weights[b].mT)[None, :, None]
-            for a, b in ("gg", "gk", "kk", "gq", "kq", "qq")
-        }
-    trace = products["gg"].diagonal(dim1=-2, dim2=-1).sum(-1)
-    query_map, key_map = factors.query_map, factors.key_map
-    qq = _mapped(query_map, products["qq"], query_map)
+    product = _products(factors, multiply_by_inputs)
+    key_map, query_map = factors.key_map, factors.query_map
+    gg, gk, kk = product("g", "g"), product("g", "k"), product("k", "k")
+    trace = gg.diagonal(dim1=-2, dim2=-1).sum(-1)
+    gk, kk = _mapped(None, gk, key_map), _mapped(key_map, kk, key_map)
+    qq = _mapped(query_map, product("q", "q"), query_map)
+    centred = factors.cap is None and not factors.has_sinks
     return _Grams(
-        gg=trace,
-        gk=_mapped(None, products["gk"], key_map),
-        kk=_mapped(key_map, products["kk"], key_map),
-        gq=_mapped(None, products["gq"], query_map),
-        kq=_mapped(key_map, products["kq"], query_map),
+        trace,
+        gk,
+        kk,
+        gq=_mapped(None, product("g", "q"), query_map),
+        kq=_mapped(key_map, product("k", "q"), query_map),
         qq=qq,
-        root=_root(qq.squeeze(2)) if qq.shape[2] == 1 else None,
+        root=_root(qq.squeeze(2)) if qq.shape[2] == 1 and centred else None,
     )
 
 
@@ -195,7 +195,68 @@ def _mapped(left: Tensor | None, product: Tensor, right: Tensor | None) -> Tenso
     return product if right is None else product @ right.mT
 
 
-def _normed_products(weights: dict[str, Tensor], norm: TokenNorm) -> dict[str, Tensor]:
+def _products(factors: AttentionFactors, multiply_by_inputs: bool) -> Callable[[str, str], Tensor]:
+    """Products of the Jacobians of values ``"g"``, keys ``"k"`` and queries ``"q"``, before their maps."""
+    weights = {"g": factors.value_weight, "k": factors.key_weight, "q": factors.query_weight}
+    further = {"g": None, "k": factors.key_row, "q": factors.query_row}
+    rows = {name: _Rows(weight, further[name]) for name, weight in weights.items()}
+    if multiply_by_inputs:
+        scaled = {name: _scaled_rows(one.dense(), factors) for name, one in rows.items()}
+        return lambda a, b: scaled[a] @ scaled[b].mT
+    if factors.norm is not None:
+        return _normed_products(rows, factors.norm)
+    return lambda a, b: rows[a] @ rows[b]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a projection, and perhaps one more, which each token has for all heads.
+
+    Attributes:
+        weight: ``[head, d_head, width]``.
+        further: ``[batch, token, width]``, or ``None``.
+    """
+
+    weight: Tensor
+    further: Tensor | None
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> _Rows:
+        """A function of rows, for all of them."""
+        return _Rows(function(self.weight), None if self.further is None else function(self.further))
+
+    def dense(self) -> Tensor:
+        """``[batch or 1, head, token or 1, row, width]``."""
+        weight = self.weight[None, :, None]
+        if self.further is None:
+            return weight
+        further = self.further[:, None, :, None]
+        shape = [len(further), weight.shape[1], further.shape[2], -1, -1]
+        return torch.cat([weight.expand(shape), further.expand(shape)], -2)
+
+    def along(self, vectors: Tensor) -> Tensor:
+        """The rows times vectors ``[batch, token, width]``: ``[batch, head, token, row]``."""
+        found = torch.einsum("hcd,btd->bhtc", self.weight, vectors)
+        if self.further is None:
+            return found
+        further = (self.further * vectors).sum(-1)[:, None, :, None]
+        return torch.cat([found, further.expand_as(found[..., :1])], -1)
+
+    def __matmul__(self, other: _Rows) -> Tensor:
+        """The products of all rows: ``[batch or 1, head, token or 1, row, row]``."""
+        product = (self.weight @ other.weight.mT)[None, :, None]
+        if self.further is None and other.further is None:
+            return product
+        if other.further is None:
+            return (other @ self).mT
+        column = self.along(other.further)[..., None]
+        if self.further is None:
+            return torch.cat([product.expand(*column.shape[:-1], -1), column], -1)
+        below = _Rows(other.weight, None).along(self.further)[..., None, :]
+        left = torch.cat([product.expand(*below.shape[:3], *product.shape[3:]), below], -2)
+        return torch.cat([left, column], -1)
+
+
+def _normed_products(rows: dict[str, _Rows], norm: TokenNorm) -> Callable[[str, str], Tensor]:
     r"""Products of token-wise Jacobians behind a normalisation.
 
     With :math:`A = W \Gamma` and :math:`\alpha_i = A \hat x_i`, the product of two is
@@ -203,32 +264,35 @@ def _normed_products(weights: dict[str, Tensor], norm: TokenNorm) -> dict[str, T
     .. math:: \sigma_i^{-2} \big[ A P A'^\top - (2 / D - |\hat x_i|^2 / D^2)\, \alpha_i \alpha_i'^\top \big] .
     """
     width = norm.normalised.shape[-1]
-    scaled = {name: weight * norm.weight for name, weight in weights.items()}
-    centred = scaled
+    scaled = {name: one.each(norm.weight.mul) for name, one in rows.items()}
+    along = {name: one.along(norm.normalised) for name, one in scaled.items()}
     if norm.centred:
-        centred = {name: a - a.mean(-1, keepdim=True) for name, a in scaled.items()}
-    along = {name: torch.einsum("hcd,btd->bhtc", a, norm.normalised) for name, a in scaled.items()}
+        scaled = {name: one.each(lambda a: a - a.mean(-1, keepdim=True)) for name, one in scaled.items()}
     factor = 2 / width - norm.normalised.square().sum(-1) / width**2
     inverse = norm.inverse.square()[:, None, :, None, None]
 
     def product(a: str, b: str) -> Tensor:
-        fixed = (centred[a] @ centred[b].mT)[None, :, None]
         outer = along[a][..., :, None] * along[b][..., None, :]
-        return inverse * (fixed - factor[:, None, :, None, None] * outer)
+        return inverse * (scaled[a] @ scaled[b] - factor[:, None, :, None, None] * outer)
 
-    return {a + b: product(a, b) for a, b in ("gg", "gk", "kk", "gq", "kq", "qq")}
+    return product
 
 
 def _scaled_rows(weight: Tensor, factors: AttentionFactors) -> Tensor:
-    """A projection's Jacobian with columns scaled by ``x``: ``[batch, head, token, d_head, width]``."""
+    """A projection's Jacobian with columns scaled by ``x``: ``[batch, head, token, row, width]``.
+
+    Args:
+        weight: ``[batch or 1, head, token or 1, row, width]``.
+        factors: The factors.
+    """
     norm = factors.norm
     if norm is None:
-        return weight[None, :, None] * factors.x[:, None, :, None]
-    width = norm.normalised.shape[-1]
+        return weight * factors.x[:, None, :, None]
+    normalised = norm.normalised[:, None, :, None]
     scaled = weight * norm.weight
-    along = torch.einsum("hcd,btd->bhtc", scaled, norm.normalised)
+    along = (scaled * normalised).sum(-1, keepdim=True)
     centred = scaled - scaled.mean(-1, keepdim=True) if norm.centred else scaled
-    rows = centred[None, :, None] - along[..., None] * norm.normalised[:, None, :, None] / width
+    rows = centred - along * normalised / normalised.shape[-1]
     return rows * (norm.inverse[..., None] * factors.x)[:, None, :, None]
 
 
@@ -236,19 +300,32 @@ def _scaled_rows(weight: Tensor, factors: AttentionFactors) -> Tensor:
 
 
 def _energies(factors: AttentionFactors, grams: _Grams) -> Tensor:
-    a, o = factors.pattern, factors.pattern @ factors.value
-    fixed = grams.kk.shape[2] == 1
-    energy = _with_fixed_grams(factors, grams, o) if fixed else _with_token_grams(factors, grams, o)
+    a, o, slope = factors.pattern, factors.pattern @ factors.value, _slope(factors)
+    if grams.kk.shape[2] == 1 and slope is None:
+        energy = _with_fixed_grams(factors, grams, o)
+    else:
+        energy = _with_token_grams(factors, grams, o, slope)
     energy.mul_(a).mul_(a)
-    energy.diagonal(dim1=-2, dim2=-1).add_(_own_token(factors, grams, o))
+    energy.diagonal(dim1=-2, dim2=-1).add_(_own_token(factors, grams, o, slope))
     return energy.clamp_min_(0)
 
 
-def _with_token_grams(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
-    """The bracket of the formula, where each token has its own Jacobians."""
+def _slope(factors: AttentionFactors) -> Tensor | None:
+    r"""The derivatives :math:`c_{ji}` of capped scores by scores; ``None`` where they are not capped."""
+    if factors.cap is None:
+        return None
+    scores = (factors.query @ factors.key.mT).mul_(factors.scale / factors.cap)
+    return 1 - scores.tanh_().square_()
+
+
+def _with_token_grams(factors: AttentionFactors, grams: _Grams, o: Tensor, slope: Tensor | None) -> Tensor:
+    """The bracket of the formula, where each token has its own Jacobians or scores are capped."""
     q, v, s = factors.query, factors.value, factors.scale
     cross = q @ _apply(grams.gk.mT, v).mT - _forms(o, grams.gk, q)
     bracket = _distances(o, v).mul_(_forms(q, grams.kk, q)).mul_(s**2)
+    if slope is not None:
+        cross = cross * slope
+        bracket.mul_(slope).mul_(slope)
     return bracket.add_(cross, alpha=2 * s).add_(grams.gg[..., None, :])
 
 
@@ -289,13 +366,14 @@ def _square_norms(vectors: Tensor) -> Tensor:
     return norms.square_()
 
 
-def _own_token(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
+def _own_token(factors: AttentionFactors, grams: _Grams, o: Tensor, slope: Tensor | None) -> Tensor:
     r"""What the query of a token adds to the energy of its own input: ``[batch, head, token]``.
 
     The inner products with :math:`M_j` are sums over keys, so only the norm needs ``M_j`` itself.
     """
-    a, q, k, v, s = factors.pattern, factors.query, factors.key, factors.value, factors.scale
-    own = a.diagonal(dim1=-2, dim2=-1)
+    q, k, v, s = factors.query, factors.key, factors.value, factors.scale
+    own = factors.pattern.diagonal(dim1=-2, dim2=-1)
+    a = factors.pattern if slope is None else factors.pattern * slope
     by_query = _query_energy(a, k, v, o, grams)
     if grams.gq.shape[2] == 1:
         products = (v * _apply(grams.gq, k)).sum(-1, keepdim=True)
@@ -306,6 +384,8 @@ def _own_token(factors: AttentionFactors, grams: _Grams, o: Tensor) -> Tensor:
     along_value = offset @ v.mT - (offset * o).sum(-1, keepdim=True)
     along_key = _apply(grams.kq.mT, q) @ k.mT
     by_key = (a * along_value * along_key).sum(-1)
+    if slope is not None:
+        by_key = by_key * slope.diagonal(dim1=-2, dim2=-1)
     return s**2 * by_query + 2 * s * own * (by_value + s * by_key)
 
 

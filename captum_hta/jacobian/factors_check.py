@@ -43,10 +43,14 @@ def pattern_error(factors: AttentionFactors) -> float:
     wide = torch.promote_types(factors.pattern.dtype, torch.float32)
     with full_precision():
         scores = factors.scale * (factors.query.to(wide) @ factors.key.to(wide).mT)
+    if factors.cap is not None:
+        scores = factors.cap * (scores / factors.cap).tanh()
     if factors.bias is not None:
         scores = scores + factors.bias.to(wide)
     seen = factors.pattern > 0
     expected = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    if factors.has_sinks:
+        expected = expected * factors.pattern.sum(-1, keepdim=True)
     differences = (expected - factors.pattern).where(seen, 0)
     return float(differences.abs().amax())
 

@@ -103,8 +103,13 @@ class AttentionFactors:
         norm: The normalisation between ``x`` and the projections; ``None`` in a post-LN block.
         bias: What is added to the scores, such as position biases; broadcasts to the pattern. ``None``
             if that is nothing except masks of the keys that are not seen.
-        query_map, key_map: The Jacobians ``[batch or 1, head or 1, token, d_head, d_head]`` of the maps that
-            follow the query and key projections, such as rotary embeddings; ``None`` without one.
+        query_map, key_map: The Jacobians ``[batch or 1, head or 1, token, d_head, row]`` of the maps that
+            follow the query and key projections, such as rotary embeddings and norms; ``None`` without one.
+            There are ``d_head`` rows, and one more with ``query_row`` or ``key_row``.
+        query_row, key_row: Further rows ``[batch, token, width]`` of the query and key projections, which
+            all heads share, where a norm of all heads follows; ``None`` without one.
+        cap: Scores ``s`` become ``cap * tanh(s / cap)``, before anything is added; ``None`` without a cap.
+        has_sinks: Whether a part of the softmax goes to sinks, so that rows of ``pattern`` do not sum to 1.
     """
 
     pattern: Tensor
@@ -120,3 +125,12 @@ class AttentionFactors:
     query_map: Tensor | None = None
     key_map: Tensor | None = None
     bias: Tensor | None = None
+    query_row: Tensor | None = None
+    key_row: Tensor | None = None
+    cap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def shares_jacobians(self) -> bool:
+        """Whether all tokens have the same Jacobians of values and keys, which are the weights."""
+        return self.norm is None and self.key_map is None

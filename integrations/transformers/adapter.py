@@ -320,7 +320,7 @@ class TransformersModel(Adapter):
         if untouched and layer in recording.outputs:
             self._require_heads(call, recording.outputs[layer], real, layer, "the attention")
         factors = None
-        if self._closed_form and untouched and isinstance(call, AttentionCall) and call.plain:
+        if self._closed_form and untouched and isinstance(call, AttentionCall):
             factors = self._factors(place, call, recording, layer)
         return Attention(call.pattern, factors, repeated(call.value, self.num_heads, 1))
 
@@ -354,6 +354,8 @@ class TransformersModel(Adapter):
             query_map=later_map(layout.query, rotary, x, self.d_head),
             key_map=later_map(layout.key, rotary, x, self.d_head),
             bias=call.bias,
+            cap=call.cap,
+            has_sinks=call.has_sinks,
         )
 
     def output_projection(self, layer: int) -> OutputProjection:

@@ -48,8 +48,9 @@ class AttentionCall:
         pattern: ``[batch, head, query, key]``.
         query, key, value: ``[batch, head, token, d_head]``, with keys and values of grouped heads once.
         scale: Factor of the scores.
-        plain: Whether the scores are scaled dot products, up to a mask or bias that is added.
-        bias: That mask or bias, if there is one.
+        bias: The mask or bias that is added to the scores, if there is one.
+        cap: The cap of the scores; ``None`` without one.
+        has_sinks: Whether a part of the softmax goes to sinks.
     """
 
     pattern: Tensor
@@ -57,8 +58,9 @@ class AttentionCall:
     key: Tensor
     value: Tensor
     scale: float
-    plain: bool
     bias: Tensor | None = None
+    cap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass
@@ -198,10 +200,11 @@ def _observed_attention(
     record = getattr(_RECORDER, "record", None)
     if record is not None:
         scale = kwargs.get("scaling")
-        plain = all(kwargs.get(name) is None for name in ("softcap", "s_aux", "sinks"))
+        cap = kwargs.get("softcap")
+        sinks = any(kwargs.get(name) is not None for name in ("s_aux", "sinks"))
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         tensors = (pattern.detach(), query.detach(), key.detach(), value.detach())
-        record(module, AttentionCall(*tensors, scale, plain, _bias(attention_mask, kwargs)))
+        record(module, AttentionCall(*tensors, scale, _bias(attention_mask, kwargs), cap, sinks))
     return out, pattern
 
 

@@ -82,7 +82,7 @@ def layout_of(calls: Sequence[ModuleCall], block: ModuleCall, heads: Heads) -> L
     """
     attention = heads.attention
     is_self = heads.lengths[0] == heads.lengths[1]
-    if not isinstance(attention, AttentionCall) or not attention.plain or not is_self:
+    if not isinstance(attention, AttentionCall) or not is_self:
         return None
     names = {module: name for name, module in block.module.named_modules()}
     maps = [one for one in calls if is_plain(one.module) and one.out is not None and one.order < _end(heads)]
