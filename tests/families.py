@@ -155,9 +155,8 @@ FAMILIES = {
         _grouped("GemmaConfig", "GemmaModel", head_dim=8), causal=True, exact=False, note="scaled embedding"
     ),
     "Gemma 2": Family(
-        _grouped("Gemma2Config", "Gemma2Model", head_dim=8, sliding_window=3),
+        _grouped("Gemma2Config", "Gemma2Model", head_dim=8, sliding_window=3, attn_logit_softcapping=0.5),
         causal=True,
-        closed_form=False,
         exact=False,
         note="capped scores, norms after the sublayers",
         bridge="Gemma2ForCausalLM",
@@ -284,7 +283,7 @@ STRUCTURED = {
     ),
     "gpt-oss": replace(
         _rotary("GptOssModel", head_dim=4, num_local_experts=4, sliding_window=3),
-        closed_form=False, note="mixture of experts, sinks, windows",
+        note="mixture of experts, sinks, windows",
     ),
     "DeepSeek-V2": replace(
         _rotary("DeepseekV2Model", n_group=1, **LATENT), closed_form=False,

@@ -260,12 +260,27 @@ AttentionMaskInterface.register(RECORDED, _recorded_mask)
 
 
 def rotation(attention: Module, position_embeddings: tuple[Tensor, Tensor], width: int) -> Tensor:
-    """A rotary embedding as matrices ``[1, 1, token, d_head, d_head]``, by the model's own function."""
+    """A rotary embedding as matrices ``[1, 1, token, d_head, d_head]``, by the model's own function.
+
+    Cosines and sines are those of all rotated components, or of each pair of them once.
+    """
     cos, sin = (part[:1] for part in position_embeddings)
-    tokens, rotary = cos.shape[1:]
-    basis = torch.eye(rotary, dtype=cos.dtype, device=cos.device)
-    directions = basis[:, None, None].expand(rotary, 1, tokens, rotary)
-    rotated, _ = rotary_function(attention)(directions, directions, cos, sin)
-    matrices = torch.eye(width, dtype=cos.dtype, device=cos.device).repeat(tokens, 1, 1)
-    matrices[:, :rotary, :rotary] = rotated[:, 0].permute(1, 2, 0)
+    rotary = cos.shape[-1]
+    try:
+        found = _rotated_basis(attention, cos, sin, rotary)
+    except RuntimeError:  # shapes do not fit
+        found = _rotated_basis(attention, cos, sin, 2 * rotary)
+    if len(found) != found.shape[-1]:
+        found = _rotated_basis(attention, cos, sin, 2 * rotary)
+    rotary = len(found)
+    matrices = torch.eye(width, dtype=cos.dtype, device=cos.device).repeat(cos.shape[1], 1, 1)
+    matrices[:, :rotary, :rotary] = found.permute(1, 2, 0)
     return matrices[None, None]
+
+
+def _rotated_basis(attention: Module, cos: Tensor, sin: Tensor, rotary: int) -> Tensor:
+    """The unit vectors of the first components after rotation, ``[rotary, token, rotary]``."""
+    basis = torch.eye(rotary, dtype=cos.dtype, device=cos.device)
+    directions = basis[:, None, None].expand(rotary, 1, cos.shape[1], rotary)
+    rotated, _ = rotary_function(attention)(directions, directions, cos, sin)
+    return rotated[:, 0]
