@@ -356,6 +356,16 @@ STRUCTURED = {
         _grouped("BambaConfig", "BambaModel", attn_layer_indices=[1], mamba_expand=2, **MAMBA),
         causal=True, exact=False, layers=(1,), note="its blocks with attention",
     ),
+    "Qwen3-Next": Family(
+        _grouped(
+            "Qwen3NextConfig", "Qwen3NextModel", num_hidden_layers=2, head_dim=8, linear_key_head_dim=4,
+            layer_types=["linear_attention", "full_attention"],
+            linear_value_head_dim=4, linear_num_key_heads=2, linear_num_value_heads=2,
+            shared_expert_intermediate_size=8, **EXPERTS,
+        ),
+        causal=True, closed_form=False, exact=False, layers=(1,),
+        note="its blocks with attention, gated heads, mixture of experts",
+    ),
     "Falcon-H1": Family(
         _grouped("FalconH1Config", "FalconH1Model", mamba_d_ssm=32, **MAMBA), causal=True,
         exact=False, note="attention beside state spaces", layers=(0, 1),

@@ -46,14 +46,14 @@ class Mixer(Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Of hidden embeddings ``[batch, token, width]``."""
         query, key, value = self.qkv(hidden).unflatten(-1, (3, self.parts, -1)).permute(2, 0, 3, 1, 4)
-        if self.kind == "interface":
+        if "interface" in self.kind:
             name = self.config._attn_implementation
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
             heads = attend(self, query, key, value, None, scaling=query.shape[-1] ** -0.5)[0]
         else:
             causal = self.kind != "both sides"
             heads = scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2)
-        if self.kind == "mixed":
+        if "mixed" in self.kind:
             heads = heads + heads.flip(2)
         return self.out(heads.flatten(2))
 

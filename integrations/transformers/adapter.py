@@ -19,6 +19,7 @@ from captum_hta.integrations.conditions import (
     is_scaled,
     is_untouched,
     no_logits,
+    relative_error,
     require_weights,
     tolerance,
 )
@@ -32,8 +33,10 @@ from captum_hta.integrations.transformers.attention import (
     AttentionCall,
     Recording,
     foreign_attention,
+    observed_attention,
     recorded_outputs,
     rotation,
+    scaled_heads,
 )
 from captum_hta.integrations.transformers.experts import computable_experts
 from captum_hta.integrations.transformers.families import override_for
@@ -287,7 +290,7 @@ class TransformersModel(Adapter):
             ValueError: If its outputs are not the pattern times the values.
         """
         name = foreign_attention(self.base)
-        if name is None:
+        if name is None or self.structure.written_out:
             return
         with recorded_outputs(self.base, name) as outputs, torch.inference_mode(), full_precision():
             self._run(self.base, *batch.inputs, *batch.extra)
@@ -317,12 +320,14 @@ class TransformersModel(Adapter):
                 "the proof: its forward pass depends on the text in an unknown way"
             )
         untouched = is_untouched(place.block.modules(), ("captum_hta",))
-        if untouched and layer in recording.outputs:
+        if untouched and layer in recording.outputs and not place.gated:
             self._require_heads(call, recording.outputs[layer], real, layer, "the attention")
         factors = None
         if self._closed_form and untouched and isinstance(call, AttentionCall):
             factors = self._factors(place, call, recording, layer)
-        return Attention(call.pattern, factors, repeated(call.value, self.num_heads, 1))
+        return Attention(
+            call.pattern, factors, None if place.gated else repeated(call.value, self.num_heads, 1)
+        )
 
     def _factors(
         self, place: Place, call: AttentionCall, recording: Recording, layer: int
@@ -433,11 +438,36 @@ class TransformersModel(Adapter):
         batch = self.batch([sample])
         proof.require_given(batch, observed(proof.sites_of_blocks(), lambda: self._run_given(batch)))
         self.attention(batch)
+        for layer, place in enumerate(self.places):
+            if place.gated:
+                self._prove_gate(proof, layer)
         sample = self.reader.sample()
         proof.require_only_source(self.batch([turned(sample, self.part)]))
         if sample.ids:
             short = shortened(sample)
             self.hides_padding = proof.hides_padding(self.batch([short]), self.batch([sample, short]))
+
+    def _prove_gate(self, proof: Proof, layer: int) -> None:
+        """Check that a gate leaves heads side by side: each times a number makes its part that number larger.
+
+        Raises:
+            ProofError: If it does not.
+        """
+        place, batch = self.places[layer], proof.batch
+        factors = torch.linspace(1, 2, self.num_heads, device=self.device)
+
+        def heads() -> Tensor:
+            with observed_attention(self.base, lambda module, call: None):
+                return observed({"": self.target(layer)}, lambda: self.forward(*batch.inputs, *batch.extra))[
+                    ""
+                ]
+
+        before = torch.unflatten(heads().flatten(2), -1, (self.num_heads, self.d_head))
+        with scaled_heads(place.attention, factors):
+            after = torch.unflatten(heads().flatten(2), -1, (self.num_heads, self.d_head))
+        error = relative_error(before * factors.to(before)[:, None], after)
+        what = f"what the output projection reads is not the heads times a gate, by {error:.2g}"
+        proof.require(error <= tolerance(self.dtype), f"gate of block {layer}", what, f"off by {error:.1e}")
 
     def _run_given(self, batch: Batch) -> object:
         """Run the model that was handed in, as its user would call it."""

@@ -197,6 +197,9 @@ def _observed_attention(
 ) -> tuple[Tensor, Tensor]:
     """The model's own eager attention, recorded."""
     out, pattern = eager_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    scaled = getattr(_RECORDER, "scaled", None)
+    if scaled is not None and scaled[0] is module:
+        out = out * scaled[1].to(out)[:, None]
     record = getattr(_RECORDER, "record", None)
     if record is not None:
         scale = kwargs.get("scaling")
@@ -206,6 +209,16 @@ def _observed_attention(
         tensors = (pattern.detach(), query.detach(), key.detach(), value.detach())
         record(module, AttentionCall(*tensors, scale, _bias(attention_mask, kwargs), cap, sinks))
     return out, pattern
+
+
+@contextmanager
+def scaled_heads(module: Module, factors: Tensor) -> Iterator[None]:
+    """Within the context, multiply the heads of an observed attention module by factors ``[head]``."""
+    _RECORDER.scaled = module, factors
+    try:
+        yield
+    finally:
+        _RECORDER.scaled = None
 
 
 def _bias(mask: Tensor | None, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from torch import Tensor
 from torch.nn import LayerNorm, Module, ModuleDict, ModuleList, Sequential
 
+from captum_hta.integrations.transformers.attention import AttentionCall
 from captum_hta.integrations.transformers.layouts import Layout, layout_of
 from captum_hta.integrations.transformers.trace import Heads, ModuleCall, Trace, is_norm, same
 from captum_hta.model.sites import Site
@@ -29,6 +30,7 @@ class Place:
             outputs; ``None`` for pre-LN blocks.
         residual: Whether the projected outputs of heads are added to the block's input without a norm or
             scale of their own.
+        gated: Whether ``projection`` reads the outputs of heads multiplied by a gate.
         layout: How queries, keys and values are computed; ``None`` if the closed form does not know it.
     """
 
@@ -39,6 +41,7 @@ class Place:
     inner_call: int | None = None
     sum_norm: Module | None = None
     residual: bool = True
+    gated: bool = False
     layout: Layout | None = None
 
 
@@ -145,7 +148,7 @@ def _chosen(trace: Trace, part: str | None, encoder: Module | None) -> list[Head
         found = [one for one in own if one.lengths == usual[0][0]]
     if not found:
         raise StructureError("no attention over the tokens was seen: no softmax of scores multiplies values")
-    unread = [one for one in found if one.reader is None]
+    unread = [one for one in found if _reader(one) is None]
     if unread:
         kind = type(unread[0].call.module).__name__
         raise StructureError(
@@ -153,6 +156,11 @@ def _chosen(trace: Trace, part: str | None, encoder: Module | None) -> list[Head
             "the pattern times the values is not the input of any module that follows"
         )
     return found
+
+
+def _reader(heads: Heads) -> ModuleCall | None:
+    """The call of the module that reads the outputs of heads, perhaps behind a gate."""
+    return heads.reader or (heads.gated_reader if isinstance(heads.attention, AttentionCall) else None)
 
 
 def _is_within(call: ModuleCall, module: Module) -> bool:
@@ -216,7 +224,7 @@ def _one_width(heads: Sequence[Heads]) -> int:
 
 
 def _place(trace: Trace, block: ModuleCall, heads: Heads) -> Place:
-    reader = heads.reader
+    reader = _reader(heads)
     assert reader is not None
     sum_norm, residual = _residual(trace, block, reader)
     counts = Counter(call.module for call in trace.calls)
@@ -229,7 +237,8 @@ def _place(trace: Trace, block: ModuleCall, heads: Heads) -> Place:
         inner_call=heads.call.number if repeated else None,
         sum_norm=sum_norm,
         residual=residual,
-        layout=layout_of(trace.within(block), block, heads),
+        gated=heads.reader is None,
+        layout=None if heads.reader is None else layout_of(trace.within(block), block, heads),
     )
 
 
@@ -265,7 +274,7 @@ def _feed_forward(trace: Trace, block: ModuleCall, heads: Heads) -> tuple[int | 
     """Inner width of the feed-forward part of a block, and whether it has a gate."""
     width = _width(block)
     calls = [
-        one for one in trace.within(block) if heads.call not in one.ancestors and one is not heads.reader
+        one for one in trace.within(block) if heads.call not in one.ancestors and one is not _reader(heads)
     ]
     maps = [_widths(one) for one in calls if _has_matrix(one)]
     inner = [read for read, written in maps if written == width != read]

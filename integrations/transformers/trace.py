@@ -65,12 +65,15 @@ class Heads:
             ``[batch, query, head * d_head]``.
         reader: The call of the module that reads the outputs of all heads, side by side; ``None`` if no
             module does.
+        gated_reader: The call of the module that reads something else of their shape within the attention:
+            their product with a gate, if there is one.
     """
 
     call: ModuleCall
     attention: AttentionCall | Product
     outputs: Tensor
     reader: ModuleCall | None = None
+    gated_reader: ModuleCall | None = None
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -189,6 +192,8 @@ class _Watcher:
             heads.reader = call
         elif heads.reader is not None:
             self._waiting = None
+        elif heads.gated_reader is None and call.x is not None and call.x.shape == heads.outputs.shape:
+            heads.gated_reader = call if heads.call in call.ancestors else None
 
     def _leave(self, module: Module, args: object, out: object) -> None:
         if threading.get_ident() != self._thread:

@@ -88,10 +88,11 @@ def test_refused_with_the_lines_by_hand() -> None:
     assert "model.steps[1].mix.out, source_layer=model.words, num_heads=4" in message
 
 
-def test_heads_that_are_mixed() -> None:
-    """No module reads the pattern times the values, so the heads' outputs are nowhere."""
+@pytest.mark.parametrize("kind", ["mixed", "mixed interface"])
+def test_heads_that_are_mixed(kind: str) -> None:
+    """No module reads the pattern times the values, or these times a gate."""
     with pytest.raises(ValueError, match="no module reads the outputs of the heads that Mixer computes"):
-        load_model(made_up("mixed"), tokenizer())
+        load_model(made_up(kind), tokenizer())
 
 
 def test_doctor_prints_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
