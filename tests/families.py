@@ -146,7 +146,6 @@ FAMILIES = {
     "Qwen3": Family(
         _grouped("Qwen3Config", "Qwen3Model", head_dim=8),
         causal=True,
-        closed_form=False,
         exact=False,
         note="normalised queries and keys",
         bridge="Qwen3ForCausalLM",
@@ -164,7 +163,6 @@ FAMILIES = {
     "Gemma 3": Family(
         _grouped("Gemma3TextConfig", "Gemma3TextModel", head_dim=8, sliding_window=3),
         causal=True,
-        closed_form=False,
         exact=False,
         note="normalised queries and keys",
         bridge="Gemma3ForCausalLM",
@@ -254,7 +252,7 @@ STRUCTURED = {
     ),
     "StableLM": _rotary("StableLmModel", partial_rotary_factor=0.5),
     "OLMo2": replace(
-        _rotary("Olmo2Model"), closed_form=False,
+        _rotary("Olmo2Model"),
         note="normalised queries and keys, norms after the sublayers",
     ),
     "Granite": replace(_rotary("GraniteModel", residual_multiplier=0.5), note="scaled sublayers"),
@@ -264,12 +262,12 @@ STRUCTURED = {
     "Nemotron": _rotary("NemotronModel"),
     "GLM": replace(_rotary("GlmModel", head_dim=4), note="partial rotary, joint gate"),
     "EXAONE4": replace(
-        _rotary("Exaone4Model", sliding_window=3), closed_form=False,
+        _rotary("Exaone4Model", sliding_window=3),
         note="norms after the sublayers, windows",
     ),
     "Persimmon": Family(
         _decoder("PersimmonConfig", "PersimmonModel"), projection="self_attn.dense", causal=True,
-        closed_form=False, exact=False, note="normalised queries and keys",
+        exact=False, note="normalised queries and keys",
     ),
     "GPT-BigCode": Family(
         lambda: hf.GPTBigCodeModel(
@@ -279,7 +277,7 @@ STRUCTURED = {
     ),
     "Mixtral": replace(_rotary("MixtralModel", num_local_experts=4), note="mixture of experts"),
     "Qwen3-MoE": replace(
-        _rotary("Qwen3MoeModel", head_dim=8, **EXPERTS), closed_form=False, note="mixture of experts"
+        _rotary("Qwen3MoeModel", head_dim=8, **EXPERTS), note="mixture of experts"
     ),
     "gpt-oss": replace(
         _rotary("GptOssModel", head_dim=4, num_local_experts=4, sliding_window=3),

@@ -342,8 +342,14 @@ class TransformersModel(Adapter):
         norm, bound = input_norm(layout, block, x), tolerance(self.dtype)
         given = zip((layout.query, layout.key, layout.value), (call.query, call.key, call.value), strict=True)
         for one, found in given:
-            if not follows(one, recording.projected[layer, one.name], rotary, found, bound):
+            if not follows(one, block, recording.projected[layer, one.name], rotary, found, bound):
                 return None
+        query_map, key_map = (
+            later_map(one, block, recording.projected[layer, one.name], rotary, self.num_heads, found)
+            for one, found in ((layout.query, call.query), (layout.key, call.key))
+        )
+        if query_map is None or key_map is None:
+            return None
         query_weight, key_weight, value_weight = split_weights(layout, block, self.num_heads, self.d_head)
         return AttentionFactors(
             pattern=call.pattern,
@@ -356,8 +362,10 @@ class TransformersModel(Adapter):
             key_weight=key_weight,
             value_weight=value_weight,
             norm=norm,
-            query_map=later_map(layout.query, rotary, x, self.d_head),
-            key_map=later_map(layout.key, rotary, x, self.d_head),
+            query_map=query_map.jacobian,
+            key_map=key_map.jacobian,
+            query_row=query_map.row,
+            key_row=key_map.row,
             bias=call.bias,
             cap=call.cap,
             has_sinks=call.has_sinks,

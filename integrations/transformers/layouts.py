@@ -13,6 +13,7 @@ from torch.nn import Module
 from captum_hta.integrations.transformers.attention import AttentionCall, rotation
 from captum_hta.integrations.transformers.trace import KEPT_TOKENS, Heads, ModuleCall, is_norm, same
 from captum_hta.integrations.weights import is_plain, token_norm, weight_of
+from captum_hta.model.attention import TokenNorm
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class Projection:
         rows: Numbers of its outputs, ``[head * d_head]``; ``None`` for all in order.
         factor: What they are multiplied by.
         rotated: Whether a rotary embedding follows.
+        norm: The module that normalises the outputs before that, by its path in the block; ``None`` without.
     """
 
     name: str
     rows: Tensor | None = None
     factor: float = 1.0
     rotated: bool = False
+    norm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,65 @@ def _projection(
     """The matrix that gives queries (part 0), keys (1) or values (2)."""
     turn = None if part == 2 else _rotation(heads, wanted)
     turns = [None] if turn is None else [None, turn]
-    for call, later in product(maps, turns):
+    norms = [None] if part == 2 else [None, *_later_norms(heads.call.module, names)]
+    for call, norm, later in product(maps, norms, turns):
         if call.out is None or call.module not in names:
             continue
         for rows in _rows(part, call.out.shape[-1], sizes):
-            factor = _factor(wanted, turned(taken(call.out[0], rows, wanted), later))
+            value = taken(call.out[0], rows, wanted)
+            value = value if norm is None else normalised_heads(norm, value)[1]
+            factor = _factor(wanted, turned(value, later))
             if factor is not None:
-                return call, Projection(names[call.module], rows, factor, later is not None)
+                name = None if norm is None else names[norm]
+                return call, Projection(names[call.module], rows, factor, later is not None, name)
     return None
+
+
+def _later_norms(attention: Module, names: dict[Module, str]) -> list[Module]:
+    """The modules of attention that may normalise queries or keys: their weights have one axis."""
+    found = []
+    for module in attention.modules():
+        weights = list(module.parameters())
+        if module in names and weights and all(weight.dim() == 1 for weight in weights):
+            found += [module] if all(norm_eps(leaf) is not None for leaf in _leaves(module)) else []
+    return found
+
+
+def _leaves(norm: Module) -> list[Module]:
+    """The norms of which a norm is made: itself, or one for each head."""
+    return [module for module in norm.modules() if isinstance(getattr(module, "weight", None), Tensor)]
+
+
+def normalised_heads(norm: Module, value: Tensor) -> tuple[TokenNorm, Tensor]:
+    """The normalisation of queries or keys ``[..., head, d_head]``, and what it returns, of that shape.
+
+    Its ``normalised`` is ``[..., head, d_head]`` if each head is normalised, and ``[..., head * d_head]`` if
+    all are together.
+    """
+    leaves = _leaves(norm)
+    is_whole = len(leaves) == 1 and leaves[0].get_parameter("weight").numel() > value.shape[-1]
+    read = value.flatten(-2) if is_whole else value
+    sizes = {leaf.get_parameter("weight").numel() for leaf in leaves}
+    if sizes != {read.shape[-1]} or len(leaves) not in (1, value.shape[-2]):
+        at = token_norm(read, torch.full_like(read[..., 0, :], torch.nan), 1.0, centred=False)
+        return at, torch.full_like(value, torch.nan)
+    found = [_affine(leaf) for leaf in leaves]
+    weight, bias = torch.stack([one[0] for one in found]), torch.stack([one[1] for one in found])
+    weight, bias = (weight[0], bias[0]) if len(found) == 1 else (weight, bias)
+    at = token_norm(read, weight, norm_eps(leaves[0]) or 0.0, centred=found[0][2])
+    return at, (at.normalised * weight + bias).to(value).reshape(value.shape)
+
+
+def _affine(norm: Module) -> tuple[Tensor, Tensor, bool]:
+    """The weight and bias of a norm as it applies them, and whether it removes the mean."""
+    stored = norm.get_parameter("weight").detach()
+    signs = torch.ones_like(stored)
+    signs[::2] = -1
+    eps = norm_eps(norm) or 0.0
+    with torch.no_grad():
+        up, down, moved = (norm(value[None])[0] for value in (signs, -signs, signs + 1))
+    weight = (up - down) * signs * (0.5 * (1 + eps) ** 0.5)
+    return weight, (up + down) / 2, bool((moved - up).abs().max() < 0.1 * weight.abs().max())
 
 
 def taken(out: Tensor, rows: Tensor | None, wanted: Tensor) -> Tensor:

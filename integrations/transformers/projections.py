@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -12,6 +14,7 @@ from captum_hta.integrations.transformers.layouts import (
     Projection,
     norm_eps,
     norm_weight,
+    normalised_heads,
     taken,
     turned,
 )
@@ -36,23 +39,90 @@ def split_weights(layout: Layout, block: Module, heads: int, width: int) -> list
     return weights
 
 
-def later_map(projection: Projection, rotary: Tensor | None, x: Tensor, width: int) -> Tensor | None:
-    """The Jacobian ``[1, 1, token or 1, d_head, d_head]`` of what follows a projection, or ``None``."""
+@dataclass(frozen=True)
+class LaterMap:
+    """What follows the projection of queries or of keys, at one forward pass.
+
+    Attributes:
+        jacobian: ``[batch or 1, head or 1, token or 1, d_head, row]``; ``row`` is ``d_head``, or one more
+            with ``row``. ``None`` if nothing follows.
+        row: The further row ``[batch, token, width]`` of the projection, where a norm of all heads together
+            follows; ``None`` without one.
+    """
+
+    jacobian: Tensor | None
+    row: Tensor | None = None
+
+
+def later_map(
+    projection: Projection, block: Module, projected: Tensor, rotary: Tensor | None, heads: int, found: Tensor
+) -> LaterMap | None:
+    """What follows a projection; ``None`` if it is not known.
+
+    Args:
+        projection: The projection.
+        block: The block.
+        projected: What its module returned, ``[batch, token, width]``.
+        rotary: The rotary embedding ``[1, 1, token, d_head, d_head]``.
+        heads: Number of query heads.
+        found: What attention was given, ``[batch, head, token, d_head]``.
+    """
+    row, jacobian = None, None
+    if projection.norm is not None:
+        value = taken(projected, projection.rows, found.transpose(1, 2))
+        norm, _ = normalised_heads(block.get_submodule(projection.norm), value)
+        is_whole = norm.normalised.dim() == 3
+        if is_whole and norm.centred:
+            return None
+        jacobian = _jacobian_together(norm, found.shape[-1]) if is_whole else _jacobian(norm)
+        jacobian = repeated(jacobian, heads, 1)
+        weight = matrix(block.get_submodule(projection.name))
+        weight = weight if projection.rows is None else weight[projection.rows.to(weight.device)]
+        row = norm.normalised.to(weight) @ weight if is_whole else None
     if projection.rotated and rotary is not None:
-        return projection.factor * rotary
-    if projection.factor == 1:
-        return None
-    return projection.factor * torch.eye(width, device="cpu").to(x)[None, None, None]
+        jacobian = rotary if jacobian is None else rotary.to(jacobian) @ jacobian
+    if projection.factor != 1:
+        unit = torch.eye(found.shape[-1], device="cpu").to(found)[None, None, None]
+        jacobian = projection.factor * (unit if jacobian is None else jacobian)
+    return LaterMap(jacobian, row)
+
+
+def _jacobian(norm: TokenNorm) -> Tensor:
+    r"""The Jacobians of the norm of each head, :math:`\Gamma\,(P - \hat y \hat y^\top / d) / \sigma`:
+    ``[batch, head, token, d_head, d_head]``.
+    """
+    unit, width = norm.normalised, norm.normalised.shape[-1]
+    centre = torch.eye(width, device="cpu").to(unit) - (1 / width if norm.centred else 0)
+    jacobian = centre - unit[..., :, None] * unit[..., None, :] / width
+    return (jacobian * (norm.weight * norm.inverse[..., None])[..., None]).transpose(1, 2)
+
+
+def _jacobian_together(norm: TokenNorm, width: int) -> Tensor:
+    r"""The Jacobians of an RMSNorm of all heads together, ``N`` wide: ``[batch, head, token, d_head, row]``.
+
+    One head's part, times the projection ``W``, is :math:`\Gamma_h \big( W_h - \hat y_h\, r^\top / N \big) /
+    \sigma` with :math:`r = W^\top \hat y`, which is the further row.
+    """
+    scale = norm.weight * norm.inverse[..., None]
+    column = -scale * norm.normalised / norm.normalised.shape[-1]
+    scale, column = (torch.unflatten(one, -1, (-1, width)).transpose(1, 2) for one in (scale, column))
+    return torch.cat([torch.diag_embed(scale), column[..., None]], -1)
 
 
 def follows(
-    projection: Projection, projected: Tensor, rotary: Tensor | None, found: Tensor, bound: float
+    projection: Projection,
+    block: Module,
+    projected: Tensor,
+    rotary: Tensor | None,
+    found: Tensor,
+    bound: float,
 ) -> bool:
     """Whether queries, keys or values are what a layout says for this batch too: nothing else, such as a
     limit of their size, changes them.
 
     Args:
         projection: The projection.
+        block: The block.
         projected: What its module returned, ``[batch, token, width]``.
         rotary: The rotary embedding ``[1, 1, token, d_head, d_head]``.
         found: What attention was given, ``[batch, head, token, d_head]``.
@@ -60,7 +130,10 @@ def follows(
     """
     wanted = found.transpose(1, 2)
     turn = rotary[0, 0] if projection.rotated and rotary is not None else None
-    expected = projection.factor * turned(taken(projected, projection.rows, wanted), turn)
+    value = taken(projected, projection.rows, wanted)
+    if projection.norm is not None:
+        value = normalised_heads(block.get_submodule(projection.norm), value)[1]
+    expected = projection.factor * turned(value, turn)
     return relative_error(expected, wanted) <= bound
 
 
@@ -71,9 +144,11 @@ def knows_projections(layout: Layout, block: Module) -> bool:
 
 
 def knows_norm(layout: Layout, block: Module) -> bool:
-    """Whether the norm before the projections is one of PyTorch or ``transformers``."""
-    norm = None if layout.norm is None else block.get_submodule(layout.norm.name)
-    return norm is None or type(norm).__module__.partition(".")[0] in ("torch", "transformers")
+    """Whether the norms before and after the projections are of PyTorch or ``transformers``."""
+    later = [one.norm for one in (layout.query, layout.key) if one.norm is not None]
+    names = later if layout.norm is None else [layout.norm.name, *later]
+    modules = (type(block.get_submodule(name)).__module__ for name in names)
+    return all(module.partition(".")[0] in ("torch", "transformers") for module in modules)
 
 
 def input_norm(layout: Layout, block: Module, x: Tensor) -> TokenNorm | None:
