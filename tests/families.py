@@ -250,7 +250,10 @@ STRUCTURED = {
         lambda: hf.MptModel(hf.MptConfig(d_model=16, n_layers=3, n_heads=4, vocab_size=60, max_seq_len=40)),
         "blocks.{}", "attn.out_proj", causal=True, closed_form=False, exact=False, note="ALiBi",
     ),
-    "StableLM": _rotary("StableLmModel", partial_rotary_factor=0.5),
+    "StableLM": replace(
+        _rotary("StableLmModel", qk_layernorm=True, partial_rotary_factor=0.5),
+        note="a norm for each head",
+    ),
     "OLMo2": replace(
         _rotary("Olmo2Model"),
         note="normalised queries and keys, norms after the sublayers",
