@@ -51,6 +51,27 @@ def linear_map(
         return projection(basis[None])[0] - offset, offset
 
 
+def is_affine(module: Module, x: Tensor) -> bool:
+    """Whether a module is an affine map of its only argument, ``[batch, token, width]``.
+
+    Args:
+        module: The module.
+        x: An argument that it takes, to which others are compared.
+    """
+    if is_plain(module):
+        return True
+    with torch.inference_mode():
+        try:
+            zero, one, other, both = (module(scale * x) for scale in (0.0, 1.0, -2.0, -1.0))
+        except Exception:  # whatever the module raises when it lacks other arguments
+            return False
+    if not isinstance(zero, Tensor):
+        return False
+    scale = max(value.abs().max().item() for value in (one, other))
+    error = (one + other - zero - both).abs().max().item()
+    return bool(error <= 64 * torch.finfo(x.dtype).eps * scale)
+
+
 def repeated(value: Tensor, heads: int, dim: int) -> Tensor:
     """Keys or values of grouped heads, repeated for each query head."""
     return value.repeat_interleave(heads // value.shape[dim], dim)

@@ -403,6 +403,8 @@ class TransformersModel(Adapter):
         last = self.target(self.num_layers - 1, "layer") if norm is None else Site(norm, item=0)
         sites: dict[str, Module | Site] = {"last": last, "head": Site(head, at_input=True)}
         found = observed(sites, lambda: self.logits(*batch.inputs, *batch.extra))
+        if not all(value.isfinite().all() for value in found.values()):
+            return len(found) == 2  # what is not finite is named where it is used
         return len(found) == 2 and is_scaled(found["head"], found["last"])
 
     def logits(self, *args: Any) -> Tensor:

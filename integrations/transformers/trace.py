@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from captum_hta.integrations.transformers.attention import AttentionCall, observed_attention
 from captum_hta.integrations.transformers.internals import uses_attention_interface
 from captum_hta.integrations.transformers.products import Product, ProductObserver
+from captum_hta.integrations.weights import is_affine
 from captum_hta.model.precision import full_precision
 from captum_hta.model.sites import main_keyword
 
@@ -63,8 +65,8 @@ class Heads:
         attention: What is computed.
         outputs: The pattern times the values, heads side by side, first tokens:
             ``[batch, query, head * d_head]``.
-        reader: The call of the module that reads the outputs of all heads, side by side; ``None`` if no
-            module does.
+        readers: The calls, one after the other or within each other, of modules that read the outputs of all
+            heads, side by side.
         gated_reader: The call of the module that reads something else of their shape within the attention:
             their product with a gate, if there is one.
     """
@@ -72,8 +74,16 @@ class Heads:
     call: ModuleCall
     attention: AttentionCall | Product
     outputs: Tensor
-    reader: ModuleCall | None = None
+    readers: list[ModuleCall] = field(default_factory=list)
     gated_reader: ModuleCall | None = None
+
+    @cached_property
+    def reader(self) -> ModuleCall | None:
+        """The call of the output projection: the first reader that is an affine map of the heads' outputs, or
+        else the last; ``None`` if there is none. A projection that an adapter wraps is within its wrapper.
+        """
+        maps = (one for one in self.readers if one.x is not None and is_affine(one.module, one.x))
+        return next(maps, self.readers[-1] if self.readers else None)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -187,10 +197,10 @@ class _Watcher:
             self._read(self._waiting, call)
 
     def _read(self, heads: Heads, call: ModuleCall) -> None:
-        """Note the last of the modules, called one after the other, that read the outputs of heads."""
+        """Note the modules, called one after the other, that read the outputs of heads."""
         if _equal(heads.outputs, call.x):
-            heads.reader = call
-        elif heads.reader is not None:
+            heads.readers.append(call)
+        elif heads.readers:
             self._waiting = None
         elif heads.gated_reader is None and call.x is not None and call.x.shape == heads.outputs.shape:
             heads.gated_reader = call if heads.call in call.ancestors else None

@@ -122,10 +122,19 @@ def test_methods_that_a_model_does_not_allow(model: TransformerLensModel) -> Non
     """They are named with the reason."""
     _, refused = methods_for(model, "a b", n_probes=4)
     assert refused["semantic scope"].endswith("use a decoder")
-    deberta = load_model(tiny("DeBERTa v2"), tokenizer=WordTokenizer(60))
+    cross = load_model(tiny("BART"), tokenizer=WordTokenizer(60), part="cross")
+    methods, refused = methods_for(cross, ("a b", "c d e"), n_probes=4, with_logits=False)
+    assert [method.name for method in methods][:3] == [*HTA.values(), "attention"]
+    assert "not defined for cross attention" in refused["attention rollout"]
+
+
+@pytest.mark.parametrize("name", ["DeBERTa", "DeBERTa v2"])
+def test_methods_where_attention_is_written_out(name: str) -> None:
+    """Values are seen there too, and where there are values, all methods of encoders are defined."""
+    deberta = load_model(tiny(name), tokenizer=WordTokenizer(60))
     methods, refused = methods_for(deberta, "a b", n_probes=4, with_logits=False)
-    assert [method.name for method in methods] == [*HTA.values(), "attention", "attention rollout"]
-    assert "does not show the values" in refused["value zeroing"]
+    assert {"value-weighted norm", "ALTI", "value zeroing"} <= {method.name for method in methods}
+    assert all("decoder" in reason for reason in refused.values())
 
 
 def test_estimates_are_those_of_contributions(bert: TransformerLensModel) -> None:

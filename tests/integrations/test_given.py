@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
-from captum_hta import contributions, load_model
+from captum_hta import baselines, contributions, load_model
 from captum_hta.integrations import TransformersModel
 
 PAIR = ("one two three", "four five")
@@ -65,6 +65,19 @@ def test_lora_equals_the_merged_model(cls: type[Module], options: dict, adapter:
         assert off(one, contributions(merged, [PAIR], source=source)) < 1e-9
     plain = load_model(tiny_bert(cls), WordTokenizer(), adapter=adapter)
     assert off(found[0], contributions(plain, [PAIR])) > 1e-3
+
+
+@pytest.mark.parametrize("method", [baselines.ValueWeightedNorm, baselines.BlockNorm, baselines.Alti])
+def test_lora_around_output_projections(method: type[baselines.Baseline]) -> None:
+    """Baselines use the projection with its update, as in the merged model."""
+    wrapped = lora(tiny_bert(hf.BertModel))
+    merged = copy.deepcopy(wrapped).merge_and_unload()
+    found, expected, plain = (
+        method(load_model(model, WordTokenizer(), adapter="transformers")).attribute(TEXT)
+        for model in (wrapped, merged, tiny_bert(hf.BertModel))
+    )
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, plain)
 
 
 def test_fingerprints_know_adapters() -> None:
