@@ -32,6 +32,7 @@ from captum_hta.integrations.transformers.attention import (
     SWITCH,
     AttentionCall,
     Recording,
+    differentiable_attention,
     foreign_attention,
     observed_attention,
     recorded_outputs,
@@ -219,7 +220,7 @@ class TransformersModel(Adapter):
             mask: ``[batch, position]``, 1 for real tokens.
             others: Segments; for a decoder, what the encoder reads and its mask.
         """
-        with SWITCH.taken(), computable_experts(self.base):
+        with SWITCH.taken(), computable_experts(self.base), differentiable_attention(self.base):
             return self._run(self.base, ids, mask, *others)
 
     def _run(self, model: Module, *inputs: Tensor | None) -> object:
@@ -413,7 +414,7 @@ class TransformersModel(Adapter):
         Raises:
             ValueError: If the model has no head.
         """
-        with SWITCH.taken(), computable_experts(self.model):
+        with SWITCH.taken(), computable_experts(self.model), differentiable_attention(self.model):
             out = self.model(**self._arguments(*args), return_dict=True)
         found: Tensor | None = getattr(out, "logits", None)
         if found is None:

@@ -34,6 +34,8 @@ RECORDED = "captum_hta_recorded"
 """Name of the attention function that calls the user's own and records its outputs."""
 SWITCH = Turn()
 """The turn to switch the attention implementation, which belongs to the model, not to a thread."""
+DIFFERENTIABLE = ("eager", "sdpa", OBSERVED, RECORDED)
+"""Attention implementations whose derivatives exist on every device."""
 POSITION_BIASES = ("position_bias", "relative_position_bias")
 """Arguments of attention functions that are added to the scores."""
 _RECORDER = threading.local()
@@ -226,6 +228,21 @@ def _bias(mask: Tensor | None, kwargs: Mapping[str, Any]) -> Tensor | None:
     added = [mask, *(kwargs.get(name) for name in POSITION_BIASES)]
     present = [value.detach() for value in added if isinstance(value, Tensor)]
     return sum(present[1:], start=present[0]) if present else None
+
+
+@contextmanager
+def differentiable_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context, compute attention eagerly where the model's own kernel may have no derivatives.
+
+    These are the kernels of ``transformers`` other than PyTorch's, such as ``"flex_attention"``. That eager
+    attention computes the same is checked when a model is loaded.
+    """
+    own = uses_attention_interface(model) and foreign_attention(model) is None
+    if own and attention_implementation(model) not in DIFFERENTIABLE:
+        with _switched(model, "eager"):
+            yield
+    else:
+        yield
 
 
 def foreign_attention(model: PreTrainedModel) -> str | None:

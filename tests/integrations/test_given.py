@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -124,6 +125,19 @@ def test_what_transformer_lens_does_not_bridge() -> None:
     result = contributions(load_model(model, WordTokenizer(), adapter="transformers"), TEXT)
     expected = contributions(load_model(tiny_bert(hf.BertModel), WordTokenizer()), TEXT)
     assert off(result, expected) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention is compiled on a CPU")
+def test_a_kernel_without_derivatives() -> None:
+    """Flex attention has no backward on a CPU, so eager attention takes its place, and the setting stays."""
+    plain, flex = tiny("Llama").float(), tiny("Llama").float()
+    flex.set_attn_implementation("flex_attention")
+    model, expected = (TransformersModel(one, WordTokenizer(60)) for one in (flex, plain))
+    for options in ({}, {"mode": "reverse"}, {"source": "previous_layer"}, {"n_probes": 3}):
+        found = contributions(model, TEXT, **options)
+        assert off(found, contributions(expected, TEXT, **options)) < 1e-5
+    assert flex.config._attn_implementation == "flex_attention"
 
 
 def test_a_block_whose_attention_cannot_be_seen() -> None:
