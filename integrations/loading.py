@@ -65,7 +65,8 @@ def load_model(
         adapter: ``"transformer_lens"``, for its hook points, or ``"transformers"``, which has the closed form
             for more families. Default: ``None``, as above; with TransformerLens before version 4, whose
             bridges are not supported, always ``"transformers"``.
-        part: For encoder-decoder models ``"encoder"``, ``"decoder"`` or ``"cross"``; see
+        part: For encoder-decoder models ``"encoder"``, ``"decoder"`` or ``"cross"``; for models that have a
+            part for each of several media, such as CLIP, ``"text"``, ``"image"`` or ``"audio"``; see
             :class:`captum_hta.integrations.transformers.adapter.TransformersModel`.
         add_special_tokens: Whether the tokenizer adds its special tokens to strings, such as ``[CLS]`` or
             BOS. Default: ``None``, as it does by itself. Token ids and chat messages never get any.

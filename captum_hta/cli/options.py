@@ -63,7 +63,8 @@ Part = Annotated[
     str | None,
     typer.Option(
         help="For encoder-decoder models: encoder, decoder (its self-attention) or cross (its attention to "
-        "the encoder). The last two read pairs: the encoder's text and the decoder's."
+        "the encoder). The last two read pairs: the encoder's text and the decoder's. For models with a part "
+        "for each of several media: text, image or audio."
     ),
 ]
 Adapter = Annotated[

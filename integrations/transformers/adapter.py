@@ -100,7 +100,8 @@ class TransformersModel(Adapter):
         part: For encoder-decoder models ``"encoder"``, ``"decoder"`` (the self-attention of the decoder) or
             ``"cross"`` (the attention of the decoder to the encoder's output: queries are the decoder's
             tokens, keys and sources the encoder's). The last two read pairs: what the encoder reads, and the
-            text of the decoder.
+            text of the decoder. For models that have a part for each of several media, such as CLIP,
+            ``"text"``, ``"image"`` or ``"audio"``.
 
     Raises:
         ValueError: If the model type is not supported, a part is missing, or the proof fails.

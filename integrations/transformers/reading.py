@@ -13,7 +13,7 @@ from captum_hta.integrations.readers.images import ImageReader
 from captum_hta.integrations.readers.pairs import PairReader
 from captum_hta.integrations.readers.texts import TextReader
 from captum_hta.integrations.readers.waves import WaveReader
-from captum_hta.integrations.transformers.parts import medium_of
+from captum_hta.integrations.transformers.parts import medium_of, named_parts
 from captum_hta.integrations.weights import weight_of
 from captum_hta.model.protocol import Reader
 
@@ -51,8 +51,18 @@ def reader_for(base: PreTrainedModel, tokenizer: Any, part: str | None, name: st
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """The number of token ids that a model embeds."""
-    return weight_of(model.get_input_embeddings()).shape[0]
+    """The number of token ids that a model embeds.
+
+    Raises:
+        ValueError: If it has no embedding of tokens of its own.
+    """
+    try:
+        return weight_of(model.get_input_embeddings()).shape[0]
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{type(model).__name__} has no embedding of tokens of its own. {named_parts(model)}The class "
+            "HiddenTokenAttribution takes any PyTorch model"
+        ) from error
 
 
 def longest_text(base: PreTrainedModel) -> int | None:

@@ -106,3 +106,22 @@ def test_doctor_prints_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no module reads the outputs of the heads" in shown
     assert "from captum_hta import HiddenTokenAttribution" in shown
     assert "Traceback" not in shown
+
+
+def test_a_part_for_each_medium() -> None:
+    """CLIP is two models: each is named by what it reads, and gives what it does alone."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+    config = hf.CLIPConfig(
+        text_config=sizes | {"vocab_size": 60}, vision_config=sizes | {"image_size": 8, "patch_size": 4}
+    )
+    model = hf.CLIPModel(config).eval()
+    with pytest.raises(ValueError, match="name one, --part or part='text' or 'image'"):
+        load_model(model, tokenizer())
+    found = contributions(load_model(model, tokenizer(), part="text"), TEXT)
+    torch.testing.assert_close(
+        found.values, contributions(load_model(model.text_model, tokenizer()), TEXT).values
+    )
+    assert load_model(model, part="image").encode(torch.zeros(3, 8, 8)).tokens[:2] == ["[CLS]", "(0, 0)"]
+    with pytest.raises(ValueError, match="has no part 'audio'"):
+        load_model(model, part="audio")
