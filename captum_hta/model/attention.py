@@ -109,7 +109,7 @@ class AttentionFactors:
         query_row, key_row: Further rows ``[batch, token, width]`` of the query and key projections, which
             all heads share, where a norm of all heads follows; ``None`` without one.
         cap: Scores ``s`` become ``cap * tanh(s / cap)``, before anything is added; ``None`` without a cap.
-        has_sinks: Whether a part of the softmax goes to sinks, so that rows of ``pattern`` do not sum to 1.
+        has_sinks: Whether a part of the softmax goes to a sink, so that rows of ``pattern`` do not sum to 1.
     """
 
     pattern: Tensor
