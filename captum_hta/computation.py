@@ -20,7 +20,7 @@ from captum_hta.jacobian.factors_check import checked_factors
 from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.norms import Energy, NotFiniteError, shares
 from captum_hta.jacobian.plan import Plan
-from captum_hta.jacobian.query import Query
+from captum_hta.jacobian.query import Query, Selector, query_positions
 from captum_hta.model.attention import Attention, AttentionFactors
 from captum_hta.model.encoding import Batch, Encoding, Text
 from captum_hta.model.precision import full_precision, matmul_precision
@@ -63,6 +63,7 @@ def contributions(
     precision: str = "highest",
     truncation: bool = False,
     direction: Tensor | None = None,
+    queries: Selector = None,
 ) -> Contributions:
     r"""How much of each token is in each head's output, or in each hidden embedding.
 
@@ -95,13 +96,16 @@ def contributions(
             the component of the target along :math:`v`. ``[d_head]``, ``[head, d_head]`` or ``[layer, head,
             d_head]``, with all layers of the model; for the target ``"layer"`` ``[width]`` or ``[layer,
             width]``.
+        queries: Positions of the queries in each text, an int, a slice or a list of ints, negative ones from
+            the end of the text. Results have rows of these alone, and may take less work: for a few queries
+            the reverse mode may be the cheapest. Default: ``None``, all.
 
     Returns:
         The contributions, the model's attention and the tokens.
 
     Raises:
-        ValueError: If there is no text, a text has no token or is longer than the model reads, or an
-            argument is out of its range.
+        ValueError: If there is no text, a text has no token or is longer than the model reads, a query lies
+            outside a text, or an argument is out of its range.
         TypeError: If a text is of a kind that the model does not read, or an argument is of a wrong type.
 
     Example:
@@ -131,8 +135,10 @@ def contributions(
     )
     _check_direction(model, question)
     encodings = [encoded(model, text, number, truncation) for number, text in enumerate(texts)]
+    positions = _positions(queries, encodings)
     with _progress(len(texts)) if show_progress else nullcontext(_ignore) as advance:
-        result = _Computation(model, encodings, {"result": question}, advance=advance).run()["result"]
+        computation = _Computation(model, encodings, {"result": question}, positions, advance)
+        result = computation.run()["result"]
     return replace(result, cut=cut_tokens(model, texts, encodings)) if truncation else result
 
 
@@ -178,6 +184,26 @@ def _check_direction(model: Model, question: Question) -> None:
         raise ValueError(f"direction is {list(direction.shape)}, but this target takes {wanted}")
 
 
+def _positions(queries: Selector, encodings: Sequence[Encoding]) -> list[list[int]] | None:
+    """The positions of the queries in each text, or ``None`` for all.
+
+    Raises:
+        ValueError: If one lies outside a text.
+        TypeError: If the queries are of a wrong type.
+    """
+    if queries is None:
+        return None
+    found = []
+    for number, encoding in enumerate(encodings):
+        try:
+            positions = query_positions(queries, len(encoding), torch.device("cpu"), "queries")
+        except ValueError as error:
+            raise ValueError(f"text {number} has {len(encoding)} tokens: {error}") from error
+        assert positions is not None
+        found.append(positions.tolist())
+    return found
+
+
 def _ignore(count: int) -> None:
     """Show no progress."""
 
@@ -194,6 +220,7 @@ class _Computation:
 
     Attributes:
         model, encodings, questions: The model, the texts as it reads them, and the questions.
+        positions: The positions of the queries in each text; ``None`` for all.
         advance: Called with the number of texts of each batch that is done.
         look, timed: As :func:`jointly` takes them.
     """
@@ -201,14 +228,18 @@ class _Computation:
     model: Model
     encodings: Sequence[Encoding]
     questions: Mapping[str, Question]
+    positions: Sequence[list[int]] | None = None
     advance: Callable[[int], object] = _ignore
     look: Look | None = None
     timed: Timed = nullcontext
 
     def run(self) -> dict[str, Contributions]:
         """The results, by name."""
-        stores = {name: _Store(self.model, self.encodings, one) for name, one in self.questions.items()}
-        for rows in batches_of(self.encodings):
+        stores = {
+            name: _Store(self.model, self.encodings, one, self.positions)
+            for name, one in self.questions.items()
+        }
+        for rows in self._batches():
             with full_precision():
                 batch = self.model.batch([self.encodings[row] for row in rows])
                 with self.timed("attention"):
@@ -224,15 +255,25 @@ class _Computation:
             self.advance(len(rows))
         return {name: store.result() for name, store in stores.items()}
 
+    def _batches(self) -> Iterator[list[int]]:
+        """Row numbers of each batch; its texts have the same queries."""
+        for rows in batches_of(self.encodings):
+            groups: dict[object, list[int]] = {}
+            for row in rows:
+                key = None if self.positions is None else tuple(self.positions[row])
+                groups.setdefault(key, []).append(row)
+            yield from groups.values()
+
     def _answer(
         self, rows: list[int], batch: Batch, attention: list[Attention], stores: Mapping[str, _Store]
     ) -> None:
         """Answer all questions about a batch of texts."""
         for names in self._groups(attention):
             questions = [self.questions[name] for name in names]
+            selector = None if self.positions is None else self.positions[rows[0]]
             with self.timed(" and ".join(names)):
                 streams = [(questions[0].query.seed, fingerprint(self.encodings[row])) for row in rows]
-                energies, plans = _energies(self.model, batch, attention, streams, questions)
+                energies, plans = _energies(self.model, batch, attention, streams, questions, selector)
                 for name, found in zip(names, energies, strict=True):
                     stores[name].add(rows, batch, attention, found, plans)
 
@@ -249,13 +290,19 @@ class _Computation:
 class _Store:
     """The results of all batches, in the order of the texts."""
 
-    def __init__(self, model: Model, encodings: Sequence[Encoding], question: Question) -> None:
-        self.encodings, self.ends = encodings, question.ends
+    def __init__(
+        self,
+        model: Model,
+        encodings: Sequence[Encoding],
+        question: Question,
+        positions: Sequence[list[int]] | None,
+    ) -> None:
+        self.encodings, self.ends, self.positions = encodings, question.ends, positions
         self.norm, self.model = question.query.norm, model.name
         ends = question.ends
         self._key_encodings = [_key_encoding(one, ends) for one in encodings]
         rows = (len(encodings), len(ends.layers))
-        square = (max(map(len, encodings)), max(map(len, self._key_encodings)))
+        square = (max(map(len, positions or encodings)), max(map(len, self._key_encodings)))
         heads = (model.num_heads,) if ends.target == "head" else ()
         dtype = torch.promote_types(model.dtype, torch.float32)
         self.values = torch.empty(*rows, *heads, *square, dtype=dtype, device="cpu")
@@ -281,7 +328,10 @@ class _Store:
             if self.ends.target == "layer":
                 values, errors = values.squeeze(1), errors if errors is None else errors.squeeze(1)
             self._put(self.values, rows, index, values)
-            self._put(self.attention, rows, index, attention[layer].pattern)
+            pattern = attention[layer].pattern
+            if self.positions is not None:
+                pattern = pattern[:, :, self.positions[rows[0]]]
+            self._put(self.attention, rows, index, pattern)
             if errors is not None:
                 if self.errors is None:
                     self.errors = torch.empty_like(self.values)
@@ -289,7 +339,7 @@ class _Store:
 
     def _put(self, store: Tensor, rows: list[int], index: int, values: Tensor) -> None:
         for row, value in zip(rows, values, strict=True):
-            queries, keys = len(self.encodings[row]), len(self._key_encodings[row])
+            queries, keys = len((self.positions or self.encodings)[row]), len(self._key_encodings[row])
             store[row, index, ..., :queries, :keys] = value[..., :queries, :keys]
             store[row, index, ..., queries:, :] = torch.nan
             store[row, index, ..., :queries, keys:] = torch.nan
@@ -310,6 +360,7 @@ class _Store:
             plans=self.plans,
             encodings=list(self.encodings),
             keys=[encoding.tokens for encoding in self._key_encodings] if is_cross else None,
+            queries=None if self.positions is None else list(self.positions),
         )
 
 
@@ -351,15 +402,17 @@ def _energies(
     attention: list[Attention],
     streams: Sequence[tuple[int, ...]],
     questions: Sequence[Question],
+    positions: list[int] | None,
 ) -> tuple[list[list[Energy]], list[Plan]]:
-    """For each question the energies of its layers, and the plans that were followed. The questions differ
-    only in their targets.
+    """For each question the energies of its layers at some positions, and the plans that were followed. The
+    questions differ only in their targets.
     """
     query, ends = questions[0].query, questions[0].ends
     factors = _factors(attention, questions[0])
     if factors:
-        energies, chosen = _closed_form(factors, query)
+        energies, chosen = _closed_form(factors, query, positions)
         return [energies], [chosen]
+    query = replace(query, neuron_selector=positions)
     found: dict[tuple[str, int], Energy] = {}
     plans = []
     for entry in ends.entries:
@@ -396,9 +449,11 @@ def _factors(attention: list[Attention], question: Question) -> list[AttentionFa
     return factors if has_closed_form(question.query, question.ends, complete) else None
 
 
-def _closed_form(factors: Sequence[AttentionFactors], query: Query) -> tuple[list[Energy], Plan]:
+def _closed_form(
+    factors: Sequence[AttentionFactors], query: Query, positions: list[int] | None
+) -> tuple[list[Energy], Plan]:
     with torch.inference_mode(), matmul_precision(query.precision):
-        energies = [attention_energies(one, query.multiply_by_inputs) for one in factors]
+        energies = [attention_energies(one, query.multiply_by_inputs, positions) for one in factors]
     flops = sum(closed_form_flops(*one.query.shape) for one in factors)
     memory = sum(energy.numel() * energy.element_size() for energy in energies)
     return [Energy(one) for one in energies], Plan("closed form", flops, memory, None, "no tangents")

@@ -38,6 +38,8 @@ class Contributions:
         encodings: The texts as the model read them; ``None`` for contributions of words.
         cut: The number of tokens that truncation removed from each text; ``None`` if it was not allowed.
         keys: The key labels of each text if they differ from ``tokens``, as in cross attention.
+        queries: The positions of the queries in each text, if only some were asked for: the query axis has
+            rows of these alone. ``None`` for all.
     """
 
     values: Tensor
@@ -54,21 +56,23 @@ class Contributions:
     encodings: list[Encoding] | None = None
     cut: list[int] | None = None
     keys: list[list[str]] | None = None
+    queries: list[list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __repr__(self) -> str:
         how = "exact" if self.standard_error is None else "estimated"
+        queries = "" if self.queries is None else f"queries={self.queries}, "
         return (
             f"Contributions(source={self.source!r}, target={self.target!r}, {how}, texts={len(self)}, "
-            f"layers={self.layers}, {list(self.values.shape)})"
+            f"layers={self.layers}, {queries}{list(self.values.shape)})"
         )
 
     def example(self, index: int) -> Contributions:
         """The contributions of one text, without padding."""
-        queries = len(self.tokens[index])
-        keys = queries if self.keys is None else len(self.keys[index])
+        queries = len(self.tokens[index] if self.queries is None else self.queries[index])
+        keys = len(self.tokens[index] if self.keys is None else self.keys[index])
         return replace(
             self._mapped(lambda values: values[index][None, ..., :queries, :keys]),
             tokens=[self.tokens[index]],
@@ -76,6 +80,7 @@ class Contributions:
             probes=None if self.probes is None else [self.probes[index]],
             cut=None if self.cut is None else [self.cut[index]],
             keys=None if self.keys is None else [self.keys[index]],
+            queries=None if self.queries is None else [self.queries[index]],
         )
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
@@ -129,12 +134,15 @@ class Contributions:
             error, an upper bound, which assumes that the errors of all pieces add up.
 
         Raises:
-            ValueError: If there is no such reduction, or the words are unknown.
+            ValueError: If there is no such reduction, the words are unknown, or only some queries were asked
+                for.
         """
         if reduction not in REDUCTIONS:
             raise ValueError(
                 f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}"
             )
+        if self.queries is not None:
+            raise ValueError("the queries of a word are averaged, so to_words needs all: leave out queries")
         if not self.encodings:
             raise ValueError("these contributions are not of tokens: call to_words on the first result")
         queries = [word_groups(encoding) for encoding in self.encodings]

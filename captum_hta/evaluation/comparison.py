@@ -62,8 +62,8 @@ def compare(
     whole = {name: _aligned(name, value, result) for name, value in methods.items()}
     comparison = Comparison(result.layers, top)
     for row in range(len(result)):
-        queries = len(result.tokens[row])
-        keys = queries if result.keys is None else len(result.keys[row])
+        queries = len(result.tokens[row] if result.queries is None else result.queries[row])
+        keys = len(result.tokens[row] if result.keys is None else result.keys[row])
         comparison.add(
             unpadded(result.values[row], queries, keys),
             {name: unpadded(value[row], queries, keys) for name, value in whole.items()},
@@ -108,8 +108,11 @@ def compare_methods(
 def _aligned(name: str, value: Tensor | Contributions, result: Contributions) -> Tensor:
     """A method's values with all axes of the result, for its texts and layers."""
     if isinstance(value, Contributions):
-        if value.tokens != result.tokens or not set(result.layers) <= set(value.layers):
-            raise ValueError(f"{name!r} is for other texts or layers than the contributions: pass the same")
+        same_rows = value.tokens == result.tokens and value.queries == result.queries
+        if not same_rows or not set(result.layers) <= set(value.layers):
+            raise ValueError(
+                f"{name!r} is for other texts, queries or layers than the contributions: pass the same"
+            )
         value = value.values[:, [value.layers.index(layer) for layer in result.layers]]
     elif not isinstance(value, Tensor):
         raise TypeError(

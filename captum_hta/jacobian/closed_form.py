@@ -90,25 +90,31 @@ def closed_form_flops(batch: int, heads: int, tokens: int, width: int) -> float:
     return float(batch * heads * (moments + 12 * tokens**2 * width + 8 * tokens * width**2))
 
 
-def attention_energies(factors: AttentionFactors, multiply_by_inputs: bool = False) -> Tensor:
+def attention_energies(
+    factors: AttentionFactors, multiply_by_inputs: bool = False, positions: list[int] | None = None
+) -> Tensor:
     """Squared Frobenius norms of the Jacobian blocks of all heads of a layer.
 
     Args:
         factors: The factors of the layer's attention.
         multiply_by_inputs: Scale column ``d`` of each block by ``x_i[d]``.
+        positions: Positions of the queries. Default: ``None``, all.
 
     Returns:
         ``[batch, head, query, key]`` in at least float32.
     """
     dtype = torch.promote_types(factors.pattern.dtype, torch.float32)
-    out = torch.empty(factors.pattern.shape, dtype=dtype, device=factors.pattern.device)
+    batch, head_count, tokens, keys = factors.pattern.shape
+    queries = slice(None) if positions is None else positions
+    shape = (batch, head_count, tokens if positions is None else len(positions), keys)
+    out = torch.empty(shape, dtype=dtype, device=factors.pattern.device)
     fixed = None
     if factors.shares_jacobians and not multiply_by_inputs:
         fixed = _grams(_part(factors, slice(0, 1), slice(None), dtype), False)
     for rows, heads in _parts(factors, multiply_by_inputs):
         part = _part(factors, rows, heads, dtype)
         grams = _grams(part, multiply_by_inputs) if fixed is None else fixed.of_heads(heads)
-        out[rows, heads] = _energies(part, grams)
+        out[rows, heads] = _energies(part, grams)[:, :, queries]
     return out
 
 
