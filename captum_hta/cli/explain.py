@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +64,10 @@ def explain(
         Path, typer.Option("--out", "-o", help="The figure to write, as PNG, SVG or PDF.", parser=expanded)
     ] = Path("explain.png"),
     query: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Number of the query token to list. Default: all; for an image the first, its class token; "
-            "with --toward the last.",
-            min=0,
+            help="The query token to list, by its number (negative from the end) or its text. Default: all; "
+            "for an image the first, its class token; with --toward the last."
         ),
     ] = None,
     head: Head = None,
@@ -128,9 +128,9 @@ def explain(
         text = os.path.expanduser(text)
     read = text if pair is None else (text, pair)
     encoding = _encoded(loaded, read, truncation)
-    query = _query(query, encoding)
+    position = _query(query, encoding)
     if toward is not None:
-        answer = Answer(toward, against, query)
+        answer = Answer(toward, against, position)
         effects = answer.effects(loaded, encoding.ids if truncation else text, len(encoding))
         strongest = EffectsTable.of(effects, named_layers(numbers, loaded), number, top)
         strongest.print()
@@ -138,7 +138,7 @@ def explain(
         return
     chosen = [loaded.num_layers // 2] if numbers is None else named_layers(numbers, loaded)
     results = estimate.results(loaded, read, encoding, chosen, truncation)
-    explanation = Explanation.of(results, encoding, query, number)
+    explanation = Explanation.of(results, encoding, position, number)
     explanation.print(top)
     if number is None:
         say("In each layer the head whose input contribution differs most from its attention.", "dim")
@@ -208,11 +208,22 @@ def _encoded(model: Model, text: Text, truncation: bool) -> Encoding:
     return encoding
 
 
-def _query(query: int | None, encoding: Encoding) -> int | None:
-    """The query to show; for an image there is one."""
-    if query is not None and query >= len(encoding):
-        raise UserError(f"--query {query} does not exist: there are tokens 0 to {len(encoding) - 1}")
-    return 0 if query is None and encoding.grid is not None else query
+def _query(query: str | None, encoding: Encoding) -> int | None:
+    """The number of the query to show; for an image there is one."""
+    if query is None:
+        return 0 if encoding.grid is not None else None
+    count = len(encoding)
+    if re.fullmatch(r"-?\d+", query) and query not in encoding.tokens:
+        if not -count <= int(query) < count:
+            raise UserError(f"--query {query} does not exist: there are tokens 0 to {count - 1}")
+        return int(query) % count
+    named = [number for number, token in enumerate(encoding.tokens) if token.strip() == query.strip()]
+    if len(named) == 1:
+        return named[0]
+    if not named:
+        raise UserError(f"--query {query!r} is no token of the text: {', '.join(encoding.tokens)}")
+    numbers = " and ".join(map(str, named))
+    raise UserError(f"--query {query!r} occurs as tokens {numbers}: pass one of these numbers")
 
 
 @dataclass(frozen=True)

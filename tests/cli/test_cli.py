@@ -648,7 +648,13 @@ def test_the_head_is_chosen_by_the_query_shown(command: Command, vit: str, image
 def test_query_of_a_text(command: Command) -> None:
     """One row of the table, of the same heatmap."""
     assert queries(command("explain", "Go", *FAST, "--query", "1")) == ["1 │ Go"]
+    assert queries(command("explain", "Go", *FAST, "--query", "-1")) == ["2 │ [SEP]"]
+    assert queries(command("explain", "Go", *FAST, "--query", "Go")) == ["1 │ Go"]
     command("explain", "Go", *FAST, "--query", "3").fails("--query 3", "0 to 2")
+    command("explain", "Go", *FAST, "--query", "Stop").fails(
+        "'Stop' is no token of the text: [CLS], Go, [SEP]"
+    )
+    command("explain", "Go or Go", *FAST, "--query", "Go").fails("as tokens 1 and 3: pass one of these")
 
 
 IMAGE_FAILS = {
