@@ -124,12 +124,13 @@ class TransformersModel(Adapter):
         self.require_eval()
         self.reader = reader_for(self.base, tokenizer, self.part, self.name)
         self.thresholds = rope_thresholds(self._config)
-        try:
-            self._understand(as_it_is=False)
-        except ProofError:
-            if self.structure.written_out:
-                raise
-            self._understand(as_it_is=True)  # eager attention of its file is not what it computes
+        with full_precision():
+            try:
+                self._understand(as_it_is=False)
+            except ProofError:
+                if self.structure.written_out:
+                    raise
+                self._understand(as_it_is=True)  # eager attention of its file is not what it computes
 
     def _understand(self, as_it_is: bool) -> None:
         """Find the structure of the model and prove it.
@@ -280,10 +281,11 @@ class TransformersModel(Adapter):
         """The attention of every layer, from one forward pass."""
         self.require_eval()
         recording = Recording(self.places, self.structure.written_out)
-        with recording.of(self.base, len(batch.mask)), torch.inference_mode(), full_precision():
-            self.forward(*batch.inputs, *batch.extra)
-        self._require_own_attention(batch, recording)
-        return [self._attention(recording, layer, batch.mask) for layer in range(self.num_layers)]
+        with full_precision():
+            with recording.of(self.base, len(batch.mask)), torch.inference_mode():
+                self.forward(*batch.inputs, *batch.extra)
+            self._require_own_attention(batch, recording)
+            return [self._attention(recording, layer, batch.mask) for layer in range(self.num_layers)]
 
     def _require_own_attention(self, batch: Batch, recording: Recording) -> None:
         """Check that an attention function of the user computes what eager attention shows.
