@@ -39,14 +39,14 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(whole: Contributions, part: Contributions) -> None:
+def rows(whole: Contributions, part: Contributions, tolerance: float = 1e-9) -> None:
     """Check the rows of every text, without padding."""
     assert part.queries is not None
     assert part.tokens == whole.tokens
     for row, positions in enumerate(part.queries):
         one, other = whole.example(row), part.example(row)
         assert other.values.shape[-2:] == (len(positions), one.values.shape[-1])
-        torch.testing.assert_close(other.values, one.values[..., positions, :], rtol=0, atol=1e-9)
+        torch.testing.assert_close(other.values, one.values[..., positions, :], rtol=0, atol=tolerance)
         torch.testing.assert_close(other.attention, one.attention[..., positions, :])
         if one.standard_error is not None:
             torch.testing.assert_close(other.standard_error, one.standard_error[..., positions, :])
@@ -62,20 +62,19 @@ def test_queries_are_rows(model: TransformerLensModel, options: dict, selector: 
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "Mistral", "Gemma 2", "Qwen3", "ALBERT", "DeBERTa"])
-@pytest.mark.parametrize("source", ["input", "previous_layer"])
-def test_queries_of_families(name: str, source: str) -> None:
-    """With windows, grouped heads, shared blocks and without a closed form."""
+@pytest.mark.parametrize("options", [{}, {"source": "previous_layer"}, {"target": "layer"}], ids=str)
+def test_queries_of_families(name: str, options: dict[str, Any]) -> None:
+    """With windows, grouped heads, shared blocks and without a closed form, in a batch and alone."""
     model = TransformersModel(tiny(name), WordTokenizer(60))
     texts = ["one two three four five", "six seven"]
-    whole = contributions(model, texts, source=source)
+    tolerance = 1e-9 if name in ("GPT-2", "ALBERT") else 2e-5  # norms of the others are in float32
+    whole = contributions(model, texts, **options)
     for selector in (-1, [0, 2]):
-        part = contributions(model, texts, source=source, queries=selector)
-        assert part.queries == [
-            [selector % len(tokens)] if selector == -1 else [0, 2] for tokens in part.tokens
-        ]
-        torch.testing.assert_close(
-            part.values[0, ..., :7], whole.values[0][..., part.queries[0], :], rtol=0, atol=1e-6
-        )
+        part = contributions(model, texts, queries=selector, **options)
+        rows(whole, part, tolerance)
+        for row, text in enumerate(texts):
+            alone = contributions(model, text, queries=selector, **options).values
+            torch.testing.assert_close(part.example(row).values, alone, rtol=0, atol=tolerance)
 
 
 def test_queries_of_cross_attention() -> None:
@@ -90,8 +89,7 @@ def test_one_query_takes_less_work() -> None:
     model = TransformersModel(tiny("Llama"), WordTokenizer(60))
     text = " ".join(f"w{number}" for number in range(30))
     whole, part = (contributions(model, text, layers=-1, queries=asked).plans[0] for asked in (None, -1))
-    assert part.mode == "reverse"
-    assert part.flops is None or whole.flops is None or part.flops < whole.flops / 4
+    assert (whole.mode, part.mode) == ("forward", "reverse")
 
 
 @pytest.mark.parametrize(

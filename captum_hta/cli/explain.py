@@ -66,7 +66,7 @@ def explain(
     query: Annotated[
         str | None,
         typer.Option(
-            help="The query token to list, by its number (negative from the end) or its text. Default: all; "
+            help="The query token to list, by position (negative from the end) or text. Default: all; "
             "for an image the first, its class token; with --toward the last."
         ),
     ] = None,
@@ -213,7 +213,7 @@ def _query(query: str | None, encoding: Encoding) -> int | None:
     if query is None:
         return 0 if encoding.grid is not None else None
     count = len(encoding)
-    if re.fullmatch(r"-?\d+", query) and query not in encoding.tokens:
+    if re.fullmatch(r"-?\d+", query):
         if not -count <= int(query) < count:
             raise UserError(f"--query {query} does not exist: there are tokens 0 to {count - 1}")
         return int(query) % count

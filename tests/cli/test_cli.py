@@ -650,6 +650,7 @@ def test_query_of_a_text(command: Command) -> None:
     assert queries(command("explain", "Go", *FAST, "--query", "1")) == ["1 │ Go"]
     assert queries(command("explain", "Go", *FAST, "--query", "-1")) == ["2 │ [SEP]"]
     assert queries(command("explain", "Go", *FAST, "--query", "Go")) == ["1 │ Go"]
+    assert queries(command("explain", "3 or 1", *FAST, "--query", "3")) == ["3 │ 1"]
     command("explain", "Go", *FAST, "--query", "3").fails("--query 3", "0 to 2")
     command("explain", "Go", *FAST, "--query", "Stop").fails(
         "'Stop' is no token of the text: [CLS], Go, [SEP]"
