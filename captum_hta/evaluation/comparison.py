@@ -45,7 +45,7 @@ def compare(
         were left out because they are constant, shorter than three tokens or undefined.
 
     Raises:
-        ValueError: If values have other axes than these, or are for other texts or layers.
+        ValueError: If values have other axes than these, or are for other texts, queries or layers.
         TypeError: If values are not tensors or contributions.
 
     Example:

@@ -188,9 +188,9 @@ def test_texts_and_layers_are_matched(bert: TransformerLensModel) -> None:
     whole = contributions(bert, texts)
     table = compare(contributions(bert, texts, layers=[1, 0]), {"same": whole})
     np.testing.assert_allclose(table["spearman"], 1)
-    with pytest.raises(ValueError, match="for other texts or layers"):
+    with pytest.raises(ValueError, match="for other texts, queries or layers"):
         compare(contributions(bert, texts, layers=[0]), {"x": contributions(bert, texts, layers=[1])})
-    with pytest.raises(ValueError, match="for other texts or layers"):
+    with pytest.raises(ValueError, match="for other texts, queries or layers"):
         compare(whole, {"x": contributions(bert, ["h i j k", "e f g"])})
     with pytest.raises(ValueError, match="pass \\[batch"):
         compare(whole, {"x": baselines.AttentionWeights(bert).attribute(texts[:1])})
