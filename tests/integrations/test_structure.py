@@ -52,6 +52,7 @@ def test_contributions_equal_autograd(name: str, source: str) -> None:
     check_contributions(SINGLE[name], model, plain(name), text, read, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["input", "previous_layer"])
 @pytest.mark.parametrize("name", SINGLE)
 def test_batches_equal_single_texts(name: str, source: str) -> None:
