@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from captum_hta.model.turns import Turn
+from captum_hta.model.process_settings import Turn
 
 PRECISIONS = ("highest", "high", "medium")
 

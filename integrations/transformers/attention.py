@@ -22,8 +22,8 @@ from captum_hta.integrations.transformers.internals import (
     uses_attention_interface,
 )
 from captum_hta.integrations.transformers.products import Product, ProductObserver
+from captum_hta.model.process_settings import Turn
 from captum_hta.model.sites import Site, hook_site
-from captum_hta.model.turns import Turn
 
 if TYPE_CHECKING:
     from captum_hta.integrations.transformers.structure import Place
