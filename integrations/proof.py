@@ -19,7 +19,6 @@ from captum_hta.jacobian.forward_pass import ForwardPass
 from captum_hta.jacobian.query import Query
 from captum_hta.model.attention import Attention
 from captum_hta.model.encoding import Batch, Encoding
-from captum_hta.model.precision import full_precision
 from captum_hta.model.protocol import Check, Model
 from captum_hta.model.sites import Site, observed, replaced
 
@@ -59,8 +58,7 @@ class Proof:
     @cached_property
     def attention(self) -> list[Attention]:
         """The attention of every layer for the tokens of the proof."""
-        with full_precision():
-            return self.model.attention(self.batch)
+        return self.model.attention(self.batch)
 
     def require(self, holds: bool, name: str, what: str, found: str = "") -> None:
         """Record a check, and raise if it does not hold.
@@ -260,8 +258,7 @@ class Proof:
         if factors is None:
             return False
         expected = self._energies_by_autograd(layer)
-        with full_precision():
-            found = attention_energies(factors)[:, :, 1]
+        found = attention_energies(factors)[:, :, 1]
         error = ((found - expected).abs().amax() / expected.amax()).item()
         holds = error < max(1e-3, 8 * torch.finfo(model.dtype).eps)
         name = f"closed form equals autograd in block {layer}"

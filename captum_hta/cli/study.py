@@ -217,6 +217,39 @@ class StudyOptions:
         return {name: value for name, value in asdict(self).items() if name != "device"}
 
 
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a model reads of a corpus.
+
+    Attributes:
+        lengths: The number of tokens of each text.
+        cut: The number of texts of which truncation left tokens out.
+        digest: A digest of all tokens.
+    """
+
+    lengths: list[int]
+    cut: int
+    digest: str
+
+    @classmethod
+    def of(cls, model: Model, texts: list[Text], truncation: bool) -> Tokens:
+        """Tokenise all texts once; only these numbers are kept."""
+        from captum_hta.computation import fingerprint
+        from captum_hta.texts import encoded, missing_tokens
+
+        lengths, cut, prints = [], 0, []
+        for number, text in enumerate(texts):
+            encoding = encoded(model, text, number, truncation)
+            lengths.append(len(encoding))
+            cut += missing_tokens(model, text, encoding) > 0
+            prints.append(str(fingerprint(encoding)))
+        return cls(lengths, cut, _digest(" ".join(prints)))
+
+
 @dataclass(frozen=True)
 class OneStudy:
     """The study of a model on a corpus.
@@ -245,9 +278,10 @@ class OneStudy:
             )
         settings = self.options.settings(model)
         corpus = self._read(model)
-        cut = self._announce(model, corpus.texts, settings)
-        found = self._study(model, corpus.texts, settings)
-        record = self._record(model, corpus, cut, found, time.perf_counter() - started)
+        tokens = Tokens.of(model, corpus.texts, settings.truncation)
+        self._announce(model, tokens, settings)
+        found = self._study(model, corpus.texts, settings, tokens)
+        record = self._record(model, corpus, tokens.cut, found, time.perf_counter() - started)
         return self._write(model, found, record)
 
     def _read(self, model: Model) -> Corpus:
@@ -258,22 +292,17 @@ class OneStudy:
         )  # fmt: skip
         return read_corpus(self.pairing.source, model, reading)
 
-    def _announce(self, model: Model, texts: list[Text], settings: StudySettings) -> int:
-        """Print about what the study will cost; returns the number of texts that are cut."""
+    def _announce(self, model: Model, tokens: Tokens, settings: StudySettings) -> None:
+        """Print about what the study will cost."""
         from captum_hta.jacobian.norms import NORMS
-        from captum_hta.texts import encoded, missing_tokens
 
-        lengths, cut = [], 0
-        for number, text in enumerate(texts):
-            encoding = encoded(model, text, number, settings.truncation)
-            lengths.append(len(encoding))
-            cut += missing_tokens(model, text, encoding) > 0
         layers = named_layers(settings.layers, model)
         hidden = NORMS[settings.norm].of_gram is None
-        print_forecasts(model, lengths, layers, settings.norm, settings.n_probes, settings.tolerance, hidden)
-        return cut
+        print_forecasts(
+            model, tokens.lengths, layers, settings.norm, settings.n_probes, settings.tolerance, hidden
+        )
 
-    def _study(self, model: Model, texts: list[Text], settings: StudySettings) -> Study:
+    def _study(self, model: Model, texts: list[Text], settings: StudySettings, tokens: Tokens) -> Study:
         from captum_hta.study import run as studies
         from captum_hta.study.checkpoint import Shards
         from captum_hta.study.folder import check_nothing_kept
@@ -282,7 +311,7 @@ class OneStudy:
         kept_in = self.folder if self.options.keep_contributions else None
         if kept_in is not None and not (self.folder / PARTS).exists():
             check_nothing_kept(self.folder)
-        shards = Shards(self.folder / PARTS, self._facts(model, texts))
+        shards = Shards(self.folder / PARTS, self._facts(model, texts, tokens))
         try:
             with progress(len(texts)) as advance, progress_of("maps of hidden tokens") as advance_maps:
                 return studies.run(
@@ -293,19 +322,12 @@ class OneStudy:
             warn("stopped; the same command continues from the finished parts")
             raise SystemExit(STOPPED) from None
 
-    def _facts(self, model: Model, texts: list[Text]) -> dict[str, object]:
+    def _facts(self, model: Model, texts: list[Text], tokens: Tokens) -> dict[str, object]:
         """What decides the numbers: a stopped study continues only if all of it is the same."""
-        from captum_hta.computation import fingerprint
-        from captum_hta.texts import encoded
-
-        read = (
-            fingerprint(encoded(model, text, number, self.options.truncation))
-            for number, text in enumerate(texts)
-        )
         own = {
             "model": model.fingerprint,
             "texts": _digest(repr(texts)),
-            "tokens": _digest(" ".join(map(str, read))),
+            "tokens": tokens.digest,
             "version": __version__,
         }
         return self.options.facts() | own
@@ -339,10 +361,6 @@ class OneStudy:
         _print_left_out(model, record["counts"])
         say(f"Report: {self.folder / 'report.html'}")
         return LabelledStudy(self.pairing.label or "", self.pairing.folder, found, record)
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _print_layers(summary: pd.DataFrame, name: str) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from captum_hta.integrations.readers.contents import stacked
-from captum_hta.model.encoding import Batch, Encoding
+from captum_hta.integrations.readers.contents import ContentReader
+from captum_hta.model.encoding import Encoding
 
 STRIDE = 2
 """Frames per token, the strides of Whisper's convolutions together (Radford et al. 2022, section 2.2)."""
@@ -18,7 +17,7 @@ FRAME = 0.01
 """Seconds per frame, if there is no feature extractor."""
 
 
-class AudioReader:
+class AudioReader(ContentReader):
     """Reads audio with a feature extractor, or takes features as they are.
 
     Args:
@@ -92,15 +91,3 @@ class AudioReader:
         extractor = self.tokenizer
         step = STRIDE * (FRAME if extractor is None else extractor.hop_length / extractor.sampling_rate)
         return Encoding([], [], [f"{step * token:.2f} s" for token in range(self.longest)], content=features)
-
-    def token(self, text: str) -> int:
-        """Raise an error, since there are no token ids.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(f"the tokens of audio have no ids, so {text!r} is none")
-
-    def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
-        """Stack features; there is no padding."""
-        return stacked(encodings, device)

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from captum_hta.integrations.readers.contents import stacked
-from captum_hta.model.encoding import Batch, Encoding
+from captum_hta.integrations.readers.contents import ContentReader
+from captum_hta.model.encoding import Encoding
 
 _MODES = {1: "L", 3: "RGB"}
 
 
-class ImageReader:
+class ImageReader(ContentReader):
     """Reads images with an image processor, or takes arrays of pixel values as they are.
 
     Args:
@@ -160,22 +160,6 @@ class ImageReader:
         if colours.shape[2] != 3:
             colours = np.repeat(colours.mean(2, keepdims=True), 3, 2)
         return colours.clip(0, 1)
-
-    def token(self, text: str) -> int:
-        """Raise an error, since there are no token ids.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(f"the tokens of images have no ids, so {text!r} is none")
-
-    def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
-        """Stack images; there is no padding.
-
-        Raises:
-            ValueError: If their sizes differ.
-        """
-        return stacked(encodings, device)
 
 
 def opened(path: str | PathLike[str]) -> Image.Image:

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_hta.integrations.readers.contents import stacked
-from captum_hta.model.encoding import Batch, Encoding
+from captum_hta.integrations.readers.contents import ContentReader
+from captum_hta.model.encoding import Encoding
 
 RATE = 16000
 """Numbers a second, if there is no feature extractor."""
 
 
-class WaveReader:
+class WaveReader(ContentReader):
     """Reads audio with a feature extractor, or takes its numbers as they are.
 
     Args:
@@ -81,19 +81,3 @@ class WaveReader:
         step = int(np.prod(self.strides)) / self.rate
         labels = [f"{step * token:.2f} s" for token in range(self._count(len(wave)))]
         return Encoding([], [], labels, content=wave)
-
-    def token(self, text: str) -> int:
-        """Raise an error, since there are no token ids.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(f"the tokens of audio have no ids, so {text!r} is none")
-
-    def batch(self, encodings: Sequence[Encoding], device: torch.device) -> Batch:
-        """Stack waves; there is no padding.
-
-        Raises:
-            ValueError: If their lengths differ.
-        """
-        return stacked(encodings, device)

@@ -296,7 +296,7 @@ class TransformersModel(Adapter):
         name = foreign_attention(self.base)
         if name is None or self.structure.written_out:
             return
-        with recorded_outputs(self.base, name) as outputs, torch.inference_mode(), full_precision():
+        with recorded_outputs(self.base, name) as outputs, torch.inference_mode():
             self._run(self.base, *batch.inputs, *batch.extra)
         for layer, place in enumerate(self.places):
             call = recording.call(layer)
@@ -471,10 +471,9 @@ class TransformersModel(Adapter):
         factors = torch.linspace(1, 2, self.num_heads, device=self.device)
 
         def heads() -> Tensor:
+            sites: dict[str, Module | Site] = {"heads": self.target(layer)}
             with observed_attention(self.base, lambda module, call: None):
-                return observed({"": self.target(layer)}, lambda: self.forward(*batch.inputs, *batch.extra))[
-                    ""
-                ]
+                return observed(sites, lambda: self.forward(*batch.inputs, *batch.extra))["heads"]
 
         before = torch.unflatten(heads().flatten(2), -1, (self.num_heads, self.d_head))
         with scaled_heads(place.attention, factors):

@@ -75,8 +75,8 @@ class Recording:
         calls: For each attention module the attention that it computes, call by call.
         rotary: For each attention module and call the cosines and sines of its rotary embedding.
         inputs: For each block of ``places`` its input ``[batch, token, width]``.
-        read, projected: For each block and each module, by its path in the block, that computes its queries,
-            keys or values, what that reads and returns.
+        projected: What each module returns that computes queries, keys or values, by the number of its block
+            and its path in that.
         outputs: For each block the outputs of its heads ``[batch, token, head * d_head]``, as its output
             projection reads them.
     """
@@ -87,7 +87,6 @@ class Recording:
     rotary: dict[Module, list[Any]] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    read: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     projected: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def call(self, layer: int) -> AttentionCall | Product | None:
@@ -113,10 +112,8 @@ class Recording:
                 for site, values in ((inputs, self.inputs), (outputs, self.outputs)):
                     stack.callback(hook_site(site, _recorder(values, layer)).remove)
                 for name in () if place.layout is None else place.layout.names:
-                    module = place.block.get_submodule(name)
-                    entered, left = (Site(module, at_input, place.inner_call) for at_input in (True, False))
-                    stack.callback(hook_site(entered, _recorder(self.read, (layer, name))).remove)
-                    stack.callback(hook_site(left, _recorder(self.projected, (layer, name))).remove)
+                    projection = Site(place.block.get_submodule(name), call=place.inner_call)
+                    stack.callback(hook_site(projection, _recorder(self.projected, (layer, name))).remove)
             for module in dict.fromkeys(place.attention for place in self.places):
                 hook = module.register_forward_pre_hook(self._rotary_recorder(), with_kwargs=True)
                 stack.callback(hook.remove)

@@ -31,12 +31,14 @@ def split_weights(layout: Layout, block: Module, heads: int, width: int) -> list
         heads: Number of query heads; keys and values of grouped heads are repeated.
         width: Width of a head.
     """
-    weights = []
-    for projection in (layout.query, layout.key, layout.value):
-        weight = matrix(block.get_submodule(projection.name))
-        weight = weight if projection.rows is None else weight[projection.rows.to(weight.device)]
-        weights.append(repeated(torch.unflatten(weight, 0, (-1, width)), heads, 0))
-    return weights
+    weights = (weight_in(one, block) for one in (layout.query, layout.key, layout.value))
+    return [repeated(torch.unflatten(weight, 0, (-1, width)), heads, 0) for weight in weights]
+
+
+def weight_in(projection: Projection, block: Module) -> Tensor:
+    """The weight ``[head * d_head, width]`` of a projection of a block."""
+    weight = matrix(block.get_submodule(projection.name))
+    return weight if projection.rows is None else weight[projection.rows.to(weight.device)]
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,7 @@ def later_map(
             return None
         jacobian = _jacobian_together(norm, found.shape[-1]) if is_whole else _jacobian(norm)
         jacobian = repeated(jacobian, heads, 1)
-        weight = matrix(block.get_submodule(projection.name))
-        weight = weight if projection.rows is None else weight[projection.rows.to(weight.device)]
+        weight = weight_in(projection, block)
         row = norm.normalised.to(weight) @ weight if is_whole else None
     if projection.rotated and rotary is not None:
         jacobian = rotary if jacobian is None else rotary.to(jacobian) @ jacobian
