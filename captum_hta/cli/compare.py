@@ -86,6 +86,6 @@ def _print_summary(summary: pd.DataFrame, name: str) -> None:
         add_row(agreement, row["method"], *(rounded(row[column], ".2f") for column in list(COLUMNS)[1:]))
     show(agreement)
     say(
-        "Means over the rows of all layers and heads. A method without heads is compared with each head.",
+        "Means over the rows of all heads of the layers. A method without heads is compared with each head.",
         "dim",
     )

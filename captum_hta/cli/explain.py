@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from captum_hta.cli.checks import check_figure, probes_or_exact
-from captum_hta.cli.console import add_row, counted, say, show, table, waiting
+from captum_hta.cli.console import add_row, counted, say, show, table, waiting, warn
 from captum_hta.cli.errors import UserError
 from captum_hta.cli.estimates import print_forecasts, print_plans, print_standard_error
 from captum_hta.cli.figures import write_figure
@@ -23,7 +23,6 @@ from captum_hta.cli.options import (
     Device,
     Exact,
     Head,
-    Layers,
     ModelName,
     Norm,
     Part,
@@ -49,6 +48,8 @@ if TYPE_CHECKING:
 DEFAULT_PROBES = 32
 SHOWN_SHARE = 0.005
 """Smaller contributions are not listed: they would be printed as 0%."""
+FILE_NAME = re.compile(r"\S+\.(jpe?g|png|gif|webp|wav|mp3|flac|jsonl?|csv|tsv|txt|gz)", re.IGNORECASE)
+"""A text of one word that ends as the names of images, audio and tables do."""
 REMEDIES = {
     "text": "give the second text with --pair",
     "image": "leave out --pair",
@@ -81,7 +82,12 @@ def explain(
     against: Annotated[
         str | None, typer.Option(help="With --toward, a token whose logit is subtracted.")
     ] = None,
-    layers: Layers = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help='Layers, such as "0,3", "2-4" or "-1" (the last). Default: the middle; with --toward all.'
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="Source tokens to list for each query, or head.", min=1)] = 3,
     model: ModelName = None,
     part: Part = None,
@@ -141,7 +147,8 @@ def explain(
     explanation = Explanation.of(results, encoding, position, number)
     explanation.print(top)
     if number is None:
-        say("In each layer the head whose input contribution differs most from its attention.", "dim")
+        where = "" if position is None else " at this query"
+        say(f"Heads: those whose input contribution differs most from their attention{where}.", "dim")
     for source, result in results.items():
         if result.standard_error is not None:
             error = result.standard_error
@@ -201,6 +208,8 @@ def _encoded(model: Model, text: Text, truncation: bool) -> Encoding:
 
     if not model.reader.accepts(text):
         raise UserError(f"{model.name} reads {model.reader.reads}: {REMEDIES[model.reader.medium]}")
+    if model.reader.medium == "text" and isinstance(text, str) and FILE_NAME.fullmatch(text):
+        warn(f"{text!r} looks like the name of a file, but is explained as a text, which {model.name} reads")
     encoding = encoded(model, text, 0, truncation)
     cut = missing_tokens(model, text, encoding) if truncation else 0
     if cut:

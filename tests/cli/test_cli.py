@@ -645,11 +645,21 @@ def test_the_head_is_chosen_by_the_query_shown(command: Command, vit: str, image
     assert f"L{layer}H{distance[layer, :, query].argmax()}:" in done.out
 
 
+@pytest.mark.parametrize("name", ["missing.jpg", "pairs.jsonl", "folder/voice.WAV"])
+def test_a_file_that_is_taken_for_a_text(command: Command, name: str) -> None:
+    """A name of a file is explained as a text, but not without a word."""
+    done = command("explain", name, *FAST)
+    assert done.code == 0
+    assert "looks like the name of a file" in done.err + done.out
+    assert "name of a file" not in (other := command("explain", "Go.", *FAST)).err + other.out
+
+
 def test_query_of_a_text(command: Command) -> None:
     """One row of the table, of the same heatmap."""
     assert queries(command("explain", "Go", *FAST, "--query", "1")) == ["1 │ Go"]
     assert queries(command("explain", "Go", *FAST, "--query", "-1")) == ["2 │ [SEP]"]
-    assert queries(command("explain", "Go", *FAST, "--query", "Go")) == ["1 │ Go"]
+    assert queries(done := command("explain", "Go", *FAST, "--query", "Go")) == ["1 │ Go"]
+    assert "differs most from their attention at this query" in " ".join(done.out.split())
     assert queries(command("explain", "3 or 1", *FAST, "--query", "3")) == ["3 │ 1"]
     command("explain", "Go", *FAST, "--query", "3").fails("--query 3", "0 to 2")
     command("explain", "Go", *FAST, "--query", "Stop").fails(
